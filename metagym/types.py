@@ -1,0 +1,177 @@
+"""The host-side types: numpy and frozen dataclasses, one home each.
+
+`Turn` is the text view of what happened, `TokenTrace` the token view; a `Trajectory` holds both.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """One problem that a world can be reset to, identical every time."""
+
+    id: str  # unique within its world
+    type: str  # the kind of problem: what meta-train and meta-test keep apart
+    split: str  # "train", "validation", "test", or what the world calls them
+
+
+@dataclass(frozen=True)
+class Message:
+    """The text view of one turn of a conversation, in the shape of the OpenAI chat format."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample one reply. The defaults are the training contract: the model's own distribution."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()  # end-of-turn tokens; the sampled one is part of the generation
+    seed: int | None = None  # None: the backend draws one
+
+    @property
+    def on_contract(self) -> bool:
+        """Whether tokens are drawn from the full softmax at temperature 1, as training needs."""
+        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
+
+
+def _no_routing(length: int) -> np.ndarray:
+    return np.zeros((length, 0), np.int32)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a backend returns. Raises ValueError if lengths differ, a log-prob is not finite or positive, or nothing was sampled."""
+
+    tokens: np.ndarray  # i32[T], ends with the end-of-turn token, once, exactly if finish is "stop"
+    logprobs: np.ndarray  # f32[T], of the sampled token under the distribution it was sampled from
+    version: np.ndarray  # i32[T], weight version that sampled each token
+    finish: Literal["stop", "length", "abort"]
+    routing: np.ndarray = field(default=None)  # type: ignore[assignment]  # i32[T, R], experts chosen; R = 0 for dense
+
+    def __post_init__(self):
+        if self.routing is None:
+            object.__setattr__(self, "routing", _no_routing(len(self.tokens)))
+        lengths = {k: len(getattr(self, k)) for k in ("tokens", "logprobs", "version", "routing")}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"Generation: lengths differ: {lengths}")
+        if not np.all(np.isfinite(self.logprobs)) or np.any(self.logprobs > 1e-6):
+            bad = int(np.flatnonzero(~np.isfinite(self.logprobs) | (self.logprobs > 1e-6))[0])
+            raise ValueError(f"Generation: log-prob {self.logprobs[bad]} of token {bad} is not a log-probability")
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """What the model saw and said along one unbroken branch, as token ids.
+
+    `logprobs` is NaN wherever `sampled` is false, so a made-up 0.0 (probability 1) can never pass for a
+    sampled one. A sampled span that two branches share is `trainable` in one of them only.
+    Raises ValueError if an invariant does not hold.
+    """
+
+    tokens: np.ndarray  # i32[T]
+    sampled: np.ndarray  # bool[T], the model said it
+    trainable: np.ndarray  # bool[T], sampled and trained in this branch
+    logprobs: np.ndarray  # f32[T], as sampled; NaN where not sampled
+    version: np.ndarray  # i32[T], weight version; -1 where not sampled
+    turn: np.ndarray  # i32[T], index of the model call that added the token, prompt tokens included
+    routing: np.ndarray = field(default=None)  # type: ignore[assignment]  # i32[T, R]
+    kind: Literal["main", "sub-agent", "side", "compaction"] = "main"
+
+    def __post_init__(self):
+        if self.routing is None:
+            object.__setattr__(self, "routing", _no_routing(len(self.tokens)))
+        names = ("tokens", "sampled", "trainable", "logprobs", "version", "turn", "routing")
+        lengths = {k: len(getattr(self, k)) for k in names}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"TokenTrace: lengths differ: {lengths}")
+        if np.any(self.trainable & ~self.sampled):
+            raise ValueError("TokenTrace: a token is trainable that was not sampled")
+        if not np.array_equal(np.isfinite(self.logprobs), self.sampled):
+            raise ValueError("TokenTrace: log-probs must be finite exactly where tokens were sampled")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The text view of one step: what the agent saw, said, did, and got."""
+
+    observation: str
+    reply: str  # raw text of the model, begun reply included
+    action: str | None  # what was done; None where the reply could not be turned into an action
+    reward: float
+
+
+class StopReason(enum.StrEnum):
+    """Why an episode ended. `in_loss` tells the agent's own ends from those that are nobody's doing."""
+
+    SUBMITTED = "submitted"
+    """The agent said it is done."""
+    TERMINATED = "terminated"
+    """The world reached an end: goal, death, failure."""
+    TURN_LIMIT = "turn_limit"
+    """The loop's or the world's own limit of turns was reached (gymnasium's `truncated`)."""
+    TOKEN_LIMIT = "token_limit"
+    """The session's budget of sampled tokens was used up."""
+    CONTEXT_OVERFLOW = "context_overflow"
+    """The conversation no longer fitted into the context."""
+    FORMAT_ERROR = "format_error"
+    """Too many replies in a row could not be turned into an action."""
+    AGENT_TIMEOUT = "agent_timeout"
+    """The agent used up its wall-clock budget."""
+    RESOURCE_LIMIT = "resource_limit"
+    """The sandbox's own limit of memory, processes or disk was hit."""
+    HACKED = "hacked"
+    """A cheat was caught: outcome 0, kept in the loss."""
+    INFRA = "infra"
+    """Engine, harness, world or daemon failed: out of loss and statistics, refilled."""
+    INVALID_REWARD = "invalid_reward"
+    """The grader could not judge: out of loss and statistics, refilled."""
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the episode carries a reward and counts in the group's statistics."""
+        return self not in (StopReason.INFRA, StopReason.INVALID_REWARD)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One episode. A failed one is still data: `error` says what happened, `stop` whether it counts."""
+
+    task: Task
+    seed: int
+    turns: tuple[Turn, ...]
+    traces: tuple[TokenTrace, ...]
+    reward: float  # shaped: what training maximises
+    outcome: float  # raw task result, before any shaping
+    stop: StopReason
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+    system: str | None = None  # the system prompt that the agent was given, if any
+
+
+@dataclass(frozen=True)
+class Group:
+    """Episodes of the same task and seed, so that they share one baseline. Raises ValueError otherwise."""
+
+    trajectories: Sequence[Trajectory]
+
+    def __post_init__(self):
+        keys = {(t.task, t.seed) for t in self.trajectories}
+        if len(keys) > 1:
+            raise ValueError(f"Group: members differ in task or seed: {sorted(keys)[:3]}")
