@@ -1,0 +1,15 @@
+"""MetaGym: reinforcement learning of LLM agents, with a Gym-style API.
+
+`import metagym` registers the environments with Gymnasium; it imports nothing but numpy and gymnasium.
+"""
+
+import gymnasium as _gym
+
+_ENVS = {
+    "metagym/Toy-v0": "metagym.envs.toy:ToyEnv",
+    "metagym/MiniHack-v0": "metagym.envs.minihack:MiniHackEnv",
+}
+
+for _id, _entry_point in _ENVS.items():
+    if _id not in _gym.registry:
+        _gym.register(_id, entry_point=_entry_point)
