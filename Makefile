@@ -41,18 +41,18 @@ setup-test: $(VENV)/.test
 $(VENV)/.uv: requirements/bootstrap.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 		echo "MetaGym needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is not one. Name one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { \
+	@$(PYTHON) -m venv $(VENV) || { \
 		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv." >&2; exit 1; }
-	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bootstrap.txt
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bootstrap.txt
 	@touch $@
 
 # The packages come first, so that a failure there can name its usual cause; the project itself is installed in place.
 define install
-	$(INSTALL) --require-hashes --no-deps --build-constraints requirements/bootstrap.txt -r $(1) || { \
+	@echo "installing $(1)"; $(INSTALL) --require-hashes --no-deps --build-constraints requirements/bootstrap.txt -r $(1) || { \
 		echo "Installing $(1) failed. If the lines above speak of nle, cmake or a compiler: there is no ready-made NLE for this" \
 			"machine, and building it needs a C++ compiler, cmake, bison, flex and libbz2 (Debian: apt-get install" \
 			"build-essential cmake bison flex libbz2-dev)." >&2; exit 1; }
-	$(INSTALL) --no-deps --no-build-isolation -e .
+	@$(INSTALL) --no-deps --no-build-isolation -e .
 endef
 
 $(VENV)/.train: $(VENV)/.uv requirements/train.txt pyproject.toml
