@@ -4,7 +4,7 @@
     ├── InputError (ValueError)          the caller asked for something that does not exist or is malformed
     │   └── UnknownNameError (KeyError)  a name that is not registered; the message lists near matches
     ├── MissingExtraError (ImportError)  an optional dependency is absent; the message says what to install
-    ├── AgentError                       the agent's own doing: the episode keeps its outcome and stays in the loss
+    ├── AgentError                       the agent's own doing: the episode stays in the loss
     │   ├── FormatError                  a reply could not be turned into an action
     │   ├── ContextOverflowError         the conversation no longer fits into the context
     │   ├── TokenLimitError              the session's token budget is used up

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Backend(Protocol):
-    """Generates. Token ids in, token ids out; text never crosses this line. Safe to call from many threads."""
+    """Generates. Token ids in, token ids out; text never crosses this line. Thread-safe."""
 
     def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> "Future[Generation]":
         """Samples a continuation. The future raises EngineError, or ContextOverflowError if nothing fits."""

@@ -115,5 +115,5 @@ class Text(Space[str]):
 def _refuse_shared_memory(space: Text, n: int = 1, ctx: Any = None):
     raise InputError(
         "A text observation has no fixed size, so it can't live in shared memory: "
-        "pass shared_memory=False to AsyncVectorEnv, or vector_kwargs={'shared_memory': False} to gym.make_vec."
+        "pass shared_memory=False to AsyncVectorEnv, or vector_kwargs={'shared_memory': False} to make_vec."
     )

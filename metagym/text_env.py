@@ -5,8 +5,8 @@ begins (`_begin`) and what an action does (`_act`). Everything else is here:
 
 * `make(..., split=, types=, tasks=)` selects tasks; `env.unwrapped.tasks` lists them and
   `env.unwrapped.task(id)` finds one.
-* `reset(seed=, options={"task": id})`. What is not given, task or seed, is drawn from `np_random`. (task, seed)
-  determines an episode: `reset(seed=info["seed"], options={"task": info["task"]})` repeats it.
+* `reset(seed=, options={"task": id})`. What is not given, task or seed, is drawn from `np_random`.
+  (task, seed) determines an episode: `reset(seed=info["seed"], options={"task": info["task"]})` repeats it.
 * `info` carries `task` (str), `seed` (int), `success` (bool), and what the world adds.
 """
 
@@ -319,11 +319,11 @@ class TextEnv(gym.Env[str, str]):
     def _begin(
         self, task: Task, seed: int, rng: np.random.Generator, options: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, Any]]:
-        """Starts the task: (observation, info). Randomness comes from `rng` or `seed`, never from `np_random`."""
+        """Starts the task: (observation, info). Takes randomness from `rng` or `seed`, never `np_random`."""
         raise NotImplementedError
 
     def _act(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        """What the action does: (observation, reward, terminated, truncated, info). Raises only WorldError."""
+        """What the action does: (observation, reward, terminated, truncated, info). May raise WorldError."""
         raise NotImplementedError
 
 

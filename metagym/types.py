@@ -54,7 +54,7 @@ def _no_routing(length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a backend returns. Raises ValueError if lengths differ, a log-prob is not finite or positive, or nothing was sampled."""
+    """What a backend returns. Raises ValueError if lengths differ or a log-prob is not finite or positive."""
 
     tokens: np.ndarray  # i32[T], ends with the end-of-turn token, once, exactly if finish is "stop"
     logprobs: np.ndarray  # f32[T], of the sampled token under the distribution it was sampled from
@@ -70,7 +70,9 @@ class Generation:
             raise ValueError(f"Generation: lengths differ: {lengths}")
         if not np.all(np.isfinite(self.logprobs)) or np.any(self.logprobs > 1e-6):
             bad = int(np.flatnonzero(~np.isfinite(self.logprobs) | (self.logprobs > 1e-6))[0])
-            raise ValueError(f"Generation: log-prob {self.logprobs[bad]} of token {bad} is not a log-probability")
+            raise ValueError(
+                f"Generation: log-prob {self.logprobs[bad]} of token {bad} is not a log-probability"
+            )
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     system: str | None = None  # the system prompt that the agent was given, if any
+    final: str | None = None  # the observation after the last action; None if there was none
 
 
 @dataclass(frozen=True)
