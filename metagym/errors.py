@@ -9,12 +9,14 @@
     │   ├── ContextOverflowError         the conversation no longer fits into the context
     │   ├── TokenLimitError              the session's token budget is used up
     │   └── ResourceLimitError           the sandbox hit its own memory, process, disk or time limit
-    └── InfraError (RuntimeError)        nobody's doing: the episode leaves the loss and the statistics
-        ├── EngineError                  the generation backend failed or returned unusable data
-        ├── WorldError                   an environment's world crashed or hung
-        ├── SandboxError                 a sandbox vanished or its daemon failed
-        ├── HarnessError                 a foreign harness crashed
-        └── GraderError                  the grader could not judge (stop reason INVALID_REWARD)
+    ├── InfraError (RuntimeError)        nobody's doing: the episode leaves the loss and the statistics
+    │   ├── EngineError                  the generation backend failed or returned unusable data
+    │   ├── WorldError                   an environment's world crashed or hung
+    │   ├── SandboxError                 a sandbox vanished or its daemon failed
+    │   ├── HarnessError                 a foreign harness crashed
+    │   └── GraderError                  the grader could not judge (stop reason INVALID_REWARD)
+    ├── TrainingError (RuntimeError)     training cannot go on: updates are not finite, no episode is usable, a bound is left
+    └── CheckpointError (OSError)        a checkpoint could not be written or read; earlier ones are untouched
 
 Which stop reason each becomes is decided in one place, `metagym.episode`.
 """
@@ -103,3 +105,11 @@ class HarnessError(InfraError):
 
 class GraderError(InfraError):
     """The grader could not judge; the episode's stop reason is INVALID_REWARD."""
+
+
+class TrainingError(MetaGymError, RuntimeError):
+    """Training cannot go on; the newest checkpoint is good."""
+
+
+class CheckpointError(MetaGymError, OSError):
+    """A checkpoint could not be written or read; earlier ones are untouched."""

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from metagym.types import Generation, Message, Sampling, Trajectory
+from metagym.types import Generation, Message, Sampling
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @runtime_checkable
@@ -48,8 +49,8 @@ Actor = Callable[[], "Chat | ChatFn"]  # a factory of chats, one per inner episo
 class Executor(Protocol):
     """Runs episodes. Threads on one machine, another implementation across machines."""
 
-    def map(self, episode: Callable[[T], Trajectory], tasks: Iterable[T]) -> Iterable[Trajectory]:
-        """Yields trajectories as they end, in any order. An episode never raises."""
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterable[R]:
+        """Yields results as they end, in any order. What `function` raises is raised here, and ends the rest."""
         ...
 
 
