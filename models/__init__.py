@@ -1,0 +1,17 @@
+"""Flax models, how they lie on a mesh, and where their weights come from. Imports nothing else of MetaGym."""
+
+from metagym.models.errors import ModelError
+from metagym.models.llama import Cache, Llama, ModelConfig, init_cache, make_policy
+from metagym.models.sharding import batch_sharding, make_mesh, param_shardings
+
+__all__ = [
+    "Cache",
+    "Llama",
+    "ModelConfig",
+    "ModelError",
+    "batch_sharding",
+    "init_cache",
+    "make_mesh",
+    "make_policy",
+    "param_shardings",
+]

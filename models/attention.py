@@ -1,0 +1,186 @@
+"""Blockwise causal attention over packed rows, in memory linear in the length.
+
+The online-softmax algorithm of FlashAttention (Dao et al. 2022, arXiv:2205.14135), with the backward pass
+from the saved log-sum-exp. A block of queries visits only the key blocks between the start of its first
+token's segment and itself, so rows packed with many short segments cost what the segments cost.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from metagym.models import sharding
+
+BLOCK = 128
+"""Queries and keys in a block. Segments that start at a multiple of it are computed with the same operations
+in any row, hence to the same bits (f32 on the CPU)."""
+
+MASKED = (
+    -1e30
+)  # finite: a row of only masked keys gives garbage, not NaN, and the next block cancels it exactly
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
+    """Batched over the leading axis, operands in `dtype`, accumulated in f32."""
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (((contract[0],), (contract[1],)), ((0,), (0,))),
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _visible(segments: jax.Array, i: jax.Array, j: jax.Array, block: int) -> jax.Array:
+    """[block, block]: may query i * block + row see key j * block + column?"""
+    ids = jnp.arange(block)
+    sq = lax.dynamic_slice_in_dim(segments, i * block, block)
+    sk = lax.dynamic_slice_in_dim(segments, j * block, block)
+    return (sq[:, None] == sk[None, :]) & (i * block + ids[:, None] >= j * block + ids[None, :])
+
+
+def _scores(q_i: jax.Array, k_j: jax.Array, visible: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[K, G, block, block] in f32; q_i is [K, G * block, h] and already scaled."""
+    block = visible.shape[0]
+    s = _dot(q_i, k_j, (2, 2), dtype).reshape(q_i.shape[0], -1, block, block)
+    return jnp.where(visible, s, MASKED)
+
+
+def _first_blocks(segments: jax.Array, block: int) -> jax.Array:
+    """[L / block]: the first key block that each block of queries must visit."""
+    index = jnp.arange(segments.shape[0])
+    starts = jnp.where(jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]]), index, 0)
+    return lax.cummax(starts)[::block] // block
+
+
+def _block_of(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
+    """Block i of x [K, G, L, h] as [K, G * block, h], or of x [K, L, h] as [K, block, h]."""
+    y = lax.dynamic_slice_in_dim(x, i * block, block, axis=x.ndim - 2)
+    return y.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def _row_forward(q, k, v, segments, *, block, dtype):
+    """One row: q [K, G, L, h] (scaled), k and v [K, L, h], segments [L] -> out [K, G, L, h], lse [K, G,
+    L]."""
+    K, G, L, h = q.shape
+    first = _first_blocks(segments, block)
+
+    def query_block(i):
+        q_i = _block_of(q, i, block)
+
+        def key_block(j, carry):
+            top, total, acc = carry
+            s = _scores(q_i, _block_of(k, j, block), _visible(segments, i, j, block), dtype)
+            new_top = jnp.maximum(top, s.max(-1))
+            shrink = jnp.exp(top - new_top)
+            p = jnp.exp(s - new_top[..., None])
+            total = total * shrink + p.sum(-1)
+            pv = _dot(p.reshape(K, G * block, block), _block_of(v, j, block), (2, 1), dtype)
+            return new_top, total, acc * shrink[..., None] + pv.reshape(K, G, block, h)
+
+        zero = jnp.zeros((K, G, block), jnp.float32)
+        top, total, acc = lax.fori_loop(
+            first[i], i + 1, key_block, (zero + MASKED, zero, jnp.zeros((K, G, block, h), jnp.float32))
+        )
+        return acc / total[..., None], top + jnp.log(total)
+
+    out, lse = lax.map(query_block, jnp.arange(L // block))
+    return jnp.moveaxis(out, 0, 2).reshape(K, G, L, h), jnp.moveaxis(lse, 0, 2).reshape(K, G, L)
+
+
+def _row_backward(q, k, v, segments, out, lse, dout, *, block, dtype):
+    K, G, L, h = q.shape
+    first = _first_blocks(segments, block)
+    delta = (out * dout).sum(-1)
+
+    def query_block(carry, i):
+        q_i, do_i = _block_of(q, i, block), _block_of(dout, i, block)
+        lse_i = lax.dynamic_slice_in_dim(lse, i * block, block, axis=2)[..., None]
+        delta_i = lax.dynamic_slice_in_dim(delta, i * block, block, axis=2)[..., None]
+
+        def key_block(j, carry):
+            dq_i, dk, dv = carry
+            k_j, v_j = _block_of(k, j, block), _block_of(v, j, block)
+            p = jnp.exp(_scores(q_i, k_j, _visible(segments, i, j, block), dtype) - lse_i)
+            dp = _dot(do_i, v_j, (2, 2), dtype).reshape(p.shape)
+            ds = (p * (dp - delta_i)).reshape(K, G * block, block)
+            p = p.reshape(K, G * block, block)
+            dk_j = _block_of(dk, j, block) + _dot(ds, q_i, (1, 1), dtype)
+            dv_j = _block_of(dv, j, block) + _dot(p, do_i, (1, 1), dtype)
+            return (
+                dq_i + _dot(ds, k_j, (2, 1), dtype),
+                lax.dynamic_update_slice_in_dim(dk, dk_j, j * block, axis=1),
+                lax.dynamic_update_slice_in_dim(dv, dv_j, j * block, axis=1),
+            )
+
+        dq_i = jnp.zeros((K, G * block, h), jnp.float32)
+        dq_i, dk, dv = lax.fori_loop(first[i], i + 1, key_block, (dq_i, *carry))
+        return (dk, dv), dq_i.reshape(K, G, block, h)
+
+    zeros = jnp.zeros((K, L, h), jnp.float32)
+    (dk, dv), dq = lax.scan(query_block, (zeros, zeros), jnp.arange(L // block))
+    return jnp.moveaxis(dq, 0, 2).reshape(K, G, L, h), dk, dv
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _rows(q, k, v, segments, block, dtype):
+    return _rows_fwd(q, k, v, segments, block, dtype)[0]
+
+
+def _rows_fwd(q, k, v, segments, block, dtype):
+    row = functools.partial(_row_forward, block=block, dtype=dtype)
+    out, lse = lax.map(lambda args: row(*args), (q, k, v, segments))
+    return out, (q, k, v, segments, out, lse)
+
+
+def _rows_bwd(block, dtype, residuals, dout):
+    row = functools.partial(_row_backward, block=block, dtype=dtype)
+    return *lax.map(lambda args: row(*args), (*residuals, dout)), None
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd)
+
+
+def packed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Causal attention within each segment. q `[B, L, K, G, h]` (G query heads share each of K key heads), k
+    and v `[B, L, K, h]`, segments i32 `[B, L]`; tokens of a segment are adjacent. Returns f32 `[B, L, K, G,
+    h]`.
+
+    Products have operands in `dtype` and accumulate in f32. On a mesh every device works on its own rows and
+    heads.
+    """
+    B, L, K, _, h = q.shape
+    assert k.shape == v.shape == (B, L, K, h), (q.shape, k.shape, v.shape)
+    assert segments.shape == (B, L), (q.shape, segments.shape)
+    block = min(BLOCK, -(-L // 16) * 16)
+    pad = -L % block
+    q = jnp.transpose(q * h**-0.5, (0, 2, 3, 1, 4))
+    k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k, v))
+    if pad:
+        q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, pad), (0, 0)]) for x in (q, k, v))
+        segments = jnp.pad(segments, [(0, 0), (0, pad)])
+
+    def local(q, k, v, segments):
+        return _rows(q, k, v, segments, block, jnp.dtype(dtype))
+
+    if mesh is not None:
+        rows, heads = sharding.spec(("batch", "kv_heads"), mesh, (B, K))
+        local = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(*(jax.P(rows, heads),) * 3, jax.P(rows)),
+            out_specs=jax.P(rows, heads),
+            check_vma=False,
+        )
+    return jnp.transpose(local(q, k, v, segments)[:, :, :, :L], (0, 3, 1, 2, 4))

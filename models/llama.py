@@ -1,0 +1,388 @@
+"""The Llama family (SmolLM2, Llama 2 and 3) as one Flax module, read from top to bottom.
+
+Letters in shapes: B rows, L tokens of a row, D embed, N layers, K key/value heads, G query heads per key
+head, h head size, F hidden units, V vocabulary; S sequences being generated, C new tokens of each, P pages of
+each.
+
+All layers are stacked along a leading axis and run by `lax.scan`. Three ways through the same weights:
+`hidden` + `token_logprobs` (training, packed rows), `extend` + `logits` (generation, paged cache).
+Master weights, residual stream, norms and every sum are f32; `compute_dtype` is what the operands of the
+matrix products are rounded to. f32 is the exact mode.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from metagym.models import sharding
+from metagym.models.attention import MASKED, packed_attention
+from metagym.models.errors import ModelError
+from metagym.models.head import token_logprobs
+from metagym.models.matmul import matmul
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of the low rotary frequencies (`rope_type` "llama3" in config.json)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama model, with the names of Hugging Face's config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ModelConfig":
+        """Reads a config.json. Raises ModelError if it is no Llama model that this module computes."""
+        path = Path(path)
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ModelError(f"{path} does not exist") from None
+        except ValueError as e:
+            raise ModelError(f"{path} is not JSON: {e}") from None
+        return cls.from_dict(raw, str(path))
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str = "config") -> "ModelConfig":
+        """Takes the content of a config.json. Raises ModelError, naming `where` and the field."""
+
+        def refuse(what: str) -> ModelError:
+            return ModelError(f"{where}: {what}; supported: the Llama family (model_type 'llama')")
+
+        if raw.get("model_type") != "llama":
+            raise refuse(f"model_type is {raw.get('model_type')!r}")
+        for key, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+            if raw.get(key, wanted) != wanted:
+                raise refuse(f"{key} is {raw[key]!r}, not {wanted!r}")
+        try:
+            heads = raw["num_attention_heads"]
+            rope = raw.get("rope_parameters") or {}  # transformers 5 keeps theta and scaling together
+            scaling = raw.get("rope_scaling") or rope
+            kind = scaling.get("rope_type", scaling.get("type", "default"))
+            if kind not in ("default", "llama3"):
+                raise refuse(f"rope_type is {kind!r}, not 'default' or 'llama3'")
+            fields = RopeScaling.__dataclass_fields__
+            config = cls(
+                vocab_size=raw["vocab_size"],
+                hidden_size=raw["hidden_size"],
+                intermediate_size=raw["intermediate_size"],
+                num_hidden_layers=raw["num_hidden_layers"],
+                num_attention_heads=heads,
+                num_key_value_heads=raw.get("num_key_value_heads") or heads,
+                head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+                rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+                rope_theta=raw.get("rope_theta") or rope.get("rope_theta", 10000.0),
+                rope_scaling=RopeScaling(**{k: scaling[k] for k in fields}) if kind == "llama3" else None,
+                tie_word_embeddings=raw.get("tie_word_embeddings", False),
+                max_position_embeddings=raw.get("max_position_embeddings", 2048),
+            )
+        except KeyError as e:
+            raise ModelError(f"{where}: the field {e} is missing") from None
+        if heads % config.num_key_value_heads:
+            raise ModelError(
+                f"{where}: num_attention_heads {heads} is no multiple of "
+                f"num_key_value_heads {config.num_key_value_heads}"
+            )
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a config.json that transformers and SGLang read."""
+        scaling = self.rope_scaling and {"rope_type": "llama3", **self.rope_scaling.__dict__}
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **{k: getattr(self, k) for k in self.__dataclass_fields__ if k != "rope_scaling"},
+            "rope_scaling": scaling,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_dropout": 0.0,
+            "torch_dtype": "float32",
+        }
+
+
+class Cache(NamedTuple):
+    """Keys and values of everything generated so far, in pages that sequences own. k and v are
+    `[N, pages, page_size, K, h]`; page 0 is scratch: padding is written there and nobody reads it."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def init_cache(config: ModelConfig, num_pages: int, page_size: int, dtype: Any = jnp.float32) -> Cache:
+    """An empty cache of `num_pages` pages, the scratch page included."""
+    shape = (config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, f32 `[..., h / 2]`, for positions `[...]`."""
+    h = config.head_dim
+    freq = 1.0 / (config.rope_theta ** (np.arange(0, h, 2, dtype=np.float32) / np.float32(h)))
+    if (s := config.rope_scaling) is not None:
+        turns = s.original_max_position_embeddings * freq / (2 * math.pi)
+        smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        freq = freq / s.factor * (1 - smooth) + freq * smooth
+    angle = positions[..., None].astype(jnp.float32) * jnp.asarray(freq, jnp.float32)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of x `[..., heads, h]`: the first half of a head is paired with the second."""
+    a, b = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * weight
+
+
+class Layers(nnx.Module):
+    """The weights of all decoder layers. `qkv` holds, for each key head, its G query heads, its key and its
+    value side by side, so that one product makes all three and a tensor-parallel split cuts between key
+    heads."""
+
+    def __init__(self, c: ModelConfig, make: Callable[..., nnx.Param]):
+        N, D, K, h, F = (
+            c.num_hidden_layers,
+            c.hidden_size,
+            c.num_key_value_heads,
+            c.head_dim,
+            c.intermediate_size,
+        )
+        self.attn_norm = make((N, D), ("layers", "norm"), None)
+        self.qkv = make((N, D, K, (c.groups + 2) * h), ("layers", "embed", "kv_heads", "head"), D)
+        self.out = make((N, K, c.groups * h, D), ("layers", "kv_heads", "head", "embed"), K * c.groups * h)
+        self.mlp_norm = make((N, D), ("layers", "norm"), None)
+        self.gate_up = make((N, D, 2, F), ("layers", "embed", "pair", "mlp"), D)
+        self.down = make((N, F, D), ("layers", "mlp", "embed"), F)
+
+
+class Llama(nnx.Module):
+    """A decoder-only transformer. Every parameter is an f32 `nnx.Param` whose metadata `axes` names its axes.
+
+    `Llama(config, seed=0)` draws N(0, 1 / fan_in) weights; under `nnx.eval_shape` it costs nothing.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0):
+        self.config = config
+        keys = iter(jax.random.split(jax.random.key(seed), 8))
+
+        def make(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int | None) -> nnx.Param:
+            if fan_in is None:
+                return nnx.Param(jnp.ones(shape, jnp.float32), axes=axes)
+            return nnx.Param(jax.random.normal(next(keys), shape, jnp.float32) * fan_in**-0.5, axes=axes)
+
+        D, V = config.hidden_size, config.vocab_size
+        self.embed = make((V, D), ("vocab", "embed"), D)
+        self.layers = Layers(config, make)
+        self.norm = make((D,), ("norm",), None)
+        self.head = None if config.tie_word_embeddings else make((V, D), ("vocab", "embed"), D)
+
+    # One layer
+
+    def _project(self, w: Mapping[str, jax.Array], x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: Any):
+        """x [..., D] -> rotated q [..., K, G, h] and k [..., K, h], and v [..., K, h]."""
+        c = self.config
+        y = matmul(rms_norm(x, w["attn_norm"], c.rms_norm_eps), w["qkv"].reshape(c.hidden_size, -1), dtype)
+        y = y.reshape(*x.shape[:-1], c.num_key_value_heads, c.groups + 2, c.head_dim)
+        qk = rotate(y[..., :-1, :], cos[..., None, :], sin[..., None, :])
+        return qk[..., :-1, :], qk[..., -1, :], y[..., -1, :]
+
+    def _finish(self, w: Mapping[str, jax.Array], x: jax.Array, attended: jax.Array, dtype: Any) -> jax.Array:
+        """Adds the output projection of `attended` [..., K, G, h] to x [..., D], then the gated MLP."""
+        c = self.config
+        x = x + matmul(attended.reshape(*x.shape[:-1], -1), w["out"].reshape(-1, c.hidden_size), dtype)
+        y = rms_norm(x, w["mlp_norm"], c.rms_norm_eps)
+        gate, up = jnp.split(matmul(y, w["gate_up"].reshape(c.hidden_size, -1), dtype), 2, axis=-1)
+        return x + matmul(jax.nn.silu(gate) * up, w["down"], dtype)
+
+    def _stacked(self) -> dict[str, jax.Array]:
+        names = ("attn_norm", "qkv", "out", "mlp_norm", "gate_up", "down")
+        return {name: getattr(self.layers, name)[...] for name in names}
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        return jnp.take(self.embed[...], tokens, axis=0, mode="clip").astype(jnp.float32)
+
+    def _head(self) -> jax.Array:
+        return (self.embed if self.head is None else self.head)[...]
+
+    # Training
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segments: jax.Array,
+        *,
+        compute_dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
+    ) -> jax.Array:
+        """The normalised last hidden states, f32 `[B, L, D]`.
+
+        tokens, positions (from 0 in each segment), segments: i32 `[B, L]`. Tokens of a segment are adjacent
+        and see the earlier ones of the same segment; segment 0 is padding, its rows are finite and mean
+        nothing.
+        """
+        assert tokens.ndim == 2, tokens.shape
+        assert tokens.shape == positions.shape == segments.shape, (tokens.shape, positions.shape)
+        cos, sin = rotary(self.config, positions)
+
+        def layer(x: jax.Array, w: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
+            x = sharding.constrain(x, ("batch", None, None), mesh)
+            q, k, v = self._project(w, x, cos, sin, compute_dtype)
+            attended = packed_attention(q, k, v, segments, dtype=compute_dtype, mesh=mesh)
+            return self._finish(w, x, attended, compute_dtype), None
+
+        x, _ = lax.scan(jax.checkpoint(layer, prevent_cse=False), self._embed(tokens), self._stacked())
+        return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+
+    def token_logprobs(
+        self,
+        hidden: jax.Array,
+        targets: jax.Array,
+        *,
+        chunk: int = 512,
+        compute_dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probability of each target and entropy of each distribution, f32 `[B, L]`, from hidden `[B, L,
+        D]`. About `chunk` tokens at a time have their logits in memory, forward and backward."""
+        return token_logprobs(
+            hidden, self._head(), targets, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh
+        )
+
+    # Generation
+
+    def extend(
+        self,
+        cache: Cache,
+        tokens: jax.Array,
+        positions: jax.Array,
+        page_table: jax.Array,
+        *,
+        compute_dtype: Any = jnp.float32,
+    ) -> tuple[jax.Array, Cache]:
+        """Reads C new tokens of each of S sequences: hidden f32 `[S, C, D]`, and the cache with them in it.
+
+        tokens, positions: i32 `[S, C]`; the new tokens of a sequence have adjacent, rising positions; padding
+        has a negative position and comes last. page_table i32 `[S, P]`: position p lives in page
+        `page_table[s, p // page_size]`. A token sees every earlier position of its sequence; the cost grows
+        with P, so pass no more than needed. Donate the cache to the jit around this, or it is copied.
+        """
+        c, (S, C) = self.config, tokens.shape
+        page_size = cache.k.shape[2]
+        T = page_table.shape[1] * page_size
+        valid = positions >= 0
+        page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
+        slot = (jnp.where(valid, page, 0), jnp.where(valid, positions % page_size, 0))
+        # Which of the new tokens, if any, sits at each position of the context.
+        key_positions = jnp.arange(T)
+        last = jnp.max(
+            jnp.where(valid, jnp.arange(C), -1), axis=1, keepdims=True
+        )  # index of the last new token
+        first_position = jnp.max(positions, axis=1, keepdims=True) - last  # where token 0 is, or would be
+        which = key_positions[None, :] - first_position
+        is_new = (which >= 0) & (which <= last)  # [S, T]; none for a sequence of padding only
+        which = jnp.clip(which, 0, C - 1)
+        visible = key_positions[None, None, :] <= positions[:, :, None]  # [S, C, T]
+        cos, sin = rotary(c, positions)
+
+        def context(pages: jax.Array, new: jax.Array) -> jax.Array:
+            old = pages[page_table].reshape(S, T, *new.shape[2:])
+            fresh = jnp.take_along_axis(new, which[:, :, None, None], axis=1)
+            return jnp.where(is_new[:, :, None, None], fresh, old)  # [S, T, K, h]
+
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            w, n = w
+            q, k, v = self._project(w, x, cos, sin, compute_dtype)
+            k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+            keys, values = context(cache.k[n], k), context(cache.v[n], v)
+            attended = _cached_attention(q * c.head_dim**-0.5, keys, values, visible, compute_dtype)
+            return self._finish(w, x, attended, compute_dtype), (k, v)
+
+        x, (k, v) = lax.scan(layer, self._embed(tokens), (self._stacked(), jnp.arange(c.num_hidden_layers)))
+        cache = Cache(cache.k.at[:, slot[0], slot[1]].set(k), cache.v.at[:, slot[0], slot[1]].set(v))
+        return rms_norm(x, self.norm[...], c.rms_norm_eps), cache
+
+    def logits(self, hidden: jax.Array, *, compute_dtype: Any = jnp.float32) -> jax.Array:
+        """f32 `[..., V]` from hidden `[..., D]`: for sampling, where only the last token of a sequence
+        counts."""
+        return matmul(hidden, self._head().T, compute_dtype)
+
+
+def _cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, dtype: Any):
+    """q [S, C, K, G, h] over keys and values [S, T, K, h]; visible [S, C, T] -> [S, C, K, G, h]."""
+    cast = functools.partial(jnp.asarray, dtype=dtype)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    s = jnp.where(visible[:, None, None], dot("sckgh,stkh->skgct", cast(q), cast(keys)), MASKED)
+    p = jnp.exp(s - s.max(-1, keepdims=True))
+    out = dot("skgct,stkh->sckgh", cast(p), cast(values))
+    return out / jnp.transpose(p.sum(-1), (0, 3, 1, 2))[..., None]
+
+
+class HasTokens(Protocol):
+    """What `make_policy` reads of a batch: i32 `[B, L]` each."""
+
+    tokens: Any
+    targets: Any
+    positions: Any
+    segments: Any
+
+
+Policy = Callable[[Any, HasTokens], tuple[jax.Array, jax.Array]]
+
+
+def make_policy(
+    graphdef: Any, *, compute_dtype: Any = jnp.float32, chunk: int = 512, mesh: Mesh | None = None
+) -> Policy:
+    """The model as a pure function `policy(params, batch) -> (logprobs, entropy)`, each f32 `[B, L]`: how
+    likely `batch.targets` are. `graphdef, params = nnx.split(model)`."""
+
+    def policy(params: Any, batch: HasTokens) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(graphdef, params)
+        hidden = model.hidden(
+            batch.tokens, batch.positions, batch.segments, compute_dtype=compute_dtype, mesh=mesh
+        )
+        return model.token_logprobs(
+            hidden, batch.targets, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh
+        )
+
+    return policy

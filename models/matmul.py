@@ -1,0 +1,45 @@
+"""Matrix product with an f32 exact mode and a bf16 mode that stays bf16 in the backward pass."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any) -> jax.Array:
+    """Contracts axis `contract[0]` of a with `contract[1]` of b; operands in `dtype`, result f32."""
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """x `[..., M]` times w `[M, N]`, f32 `[..., N]`. Operands are rounded to `dtype`, sums are f32.
+
+    Differentiating a mixed product as JAX does leaves the backward products in f32; here the incoming
+    gradient is rounded to `dtype` too, and both gradients are accumulated in f32.
+    """
+    return _matmul(x.reshape(-1, x.shape[-1]), w, jnp.dtype(dtype)).reshape(*x.shape[:-1], w.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return dot(x, w, (1, 0), dtype)
+
+
+def _forward(x: jax.Array, w: jax.Array, dtype: jnp.dtype):
+    return dot(x, w, (1, 0), dtype), (x.astype(dtype), w)
+
+
+def _backward(dtype: jnp.dtype, residuals: tuple[jax.Array, jax.Array], dy: jax.Array):
+    x, w = residuals
+    return dot(dy, w, (1, 1), dtype), dot(x, dy, (0, 0), dtype).astype(w.dtype)
+
+
+_matmul.defvjp(_forward, _backward)
