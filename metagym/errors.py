@@ -15,7 +15,7 @@
     │   ├── SandboxError                 a sandbox vanished or its daemon failed
     │   ├── HarnessError                 a foreign harness crashed
     │   └── GraderError                  the grader could not judge (stop reason INVALID_REWARD)
-    ├── TrainingError (RuntimeError)     training cannot go on: updates are not finite, no episode is usable, a bound is left
+    ├── TrainingError (RuntimeError)     training cannot go on; the newest checkpoint is good
     └── CheckpointError (OSError)        a checkpoint could not be written or read; earlier ones are untouched
 
 Which stop reason each becomes is decided in one place, `metagym.episode`.
