@@ -1,4 +1,4 @@
-"""The sdist and the wheel: built, installed outside the checkout, used there with numpy and gymnasium alone."""
+"""The sdist and the wheel: installed outside the checkout, and used there with numpy and gymnasium alone."""
 
 import os
 import shutil

@@ -1,0 +1,277 @@
+"""Configs: what a config holds, and how a file and the command line make one.
+
+A config file is a Python file with `get_config()`, which takes `base()` and says what is different. `base()`
+is locked: a field that it does not have can't be set, in a file or on the command line. ConfigDicts end here
+and in train.py; below, everything takes plain arguments.
+"""
+
+import argparse
+import json
+import re
+import runpy
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from metagym.errors import InputError, MetaGymError, UnknownNameError
+
+Config: TypeAlias = Any  # a ConfigDict; its fields have no static types
+
+CONFIGS = Path(__file__).parent / "configs"
+SECRET = re.compile(r"token$|secret|password|passwd|api_?key|credential", re.IGNORECASE)
+HIDDEN = "<secret, not recorded>"
+# Mappings that a config file fills with names of its own.
+OPEN = ("world.kwargs", "algorithm.args", "evaluate")
+POSITIVE = (
+    "group_size",
+    "groups_per_step",
+    "max_workers",
+    "sampling.max_tokens",
+    "sampling.context",
+    "batch.rows",
+    "batch.length",
+    "batch.minibatches",
+    "engine.slots",
+    "engine.page_size",
+    "model.chunk",
+)
+OPTIONS = ("--config", "--workdir", "--resume", "--flagfile", "--help")
+
+
+def base() -> Config:
+    """Every field with its default and its meaning, locked."""
+    c: Config = ConfigDict()
+    c.seed = 0  # of everything: tasks, worlds, sampling
+    c.steps = 10  # training steps; 0 only evaluates
+
+    c.model = ConfigDict()
+    c.model.name = (
+        "smollm2-135m"  # or a Hugging Face directory, or a hub id; "random": tiny, of random weights
+    )
+    c.model.chat_template = ""  # the model's own; "plain": the texts joined as they are; or a Jinja file
+    c.model.compute_dtype = "float32"  # of products in training; weights, sums and norms are always float32
+    c.model.engine_dtype = "float32"  # of weights and cache in the embedded engine
+    c.model.chunk = 256  # tokens whose logits exist at the same time
+
+    c.world = ConfigDict()
+    c.world.id = "metagym/Toy-v0"
+    c.world.types = ()  # task types; none: all
+    c.world.split = "train"
+    c.world.kwargs = ConfigDict()  # what else `gymnasium.make` gets
+
+    c.agent = ConfigDict()
+    c.agent.kind = "plain"  # how a reply becomes an action: plain, react or json
+    c.agent.system = ""  # empty: no system message at all
+    c.agent.prompt = "{observation}"  # text of a turn's message; {observation}, {turn}, {admissible}, {task}
+    c.agent.prefix = ""  # a begun reply, rendered and not sampled
+    c.agent.history = True  # False: every turn is a conversation of its own
+    c.agent.max_turns = 0  # 0: the world's own limit
+
+    c.sampling = ConfigDict()
+    c.sampling.max_tokens = (
+        16  # of one reply. The rest is the training contract: temperature 1, nothing cut off
+    )
+    c.sampling.context = 512  # tokens of a conversation
+    c.sampling.token_budget = 0  # sampled tokens of an episode; 0: no limit
+
+    c.groups_per_step = 8  # tasks a step
+    c.group_size = 8  # episodes of each task
+    c.max_workers = 64  # episodes at the same time
+
+    c.algorithm = ConfigDict()
+    c.algorithm.name = "grpo"
+    c.algorithm.args = ConfigDict()  # what the algorithm's function takes
+
+    c.optimizer = ConfigDict()  # AdamW
+    c.optimizer.learning_rate = 2e-5
+    c.optimizer.warmup_steps = 0
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.95
+    c.optimizer.eps = 1e-8
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.clip_norm = 1.0  # of the whole gradient
+
+    c.batch = ConfigDict()
+    c.batch.rows = 8  # rows of a minibatch
+    c.batch.length = 512  # tokens of a row
+    c.batch.minibatches = 1  # optimizer updates a step
+
+    c.engine = ConfigDict()  # the embedded one
+    c.engine.slots = 32  # sequences that decode at the same time
+    c.engine.page_size = 16  # tokens of a cache page
+    c.engine.num_pages = 0  # 0: as many as the slots can need
+
+    c.mesh = ConfigDict()  # devices along each axis; -1: all that are left
+    c.mesh.data = 1
+    c.mesh.fsdp = -1
+    c.mesh.tensor = 1
+
+    c.checkpoint_every = 0  # steps; 0: only at the end
+    c.evaluate_every = 0  # steps; 0: only before and after
+    c.evaluate = ConfigDict()  # what is measured: a name -> evaluation(...)
+    c.lock()
+    for mapping in (c.world.kwargs, c.algorithm.args, c.evaluate):
+        mapping.unlock()
+    return c
+
+
+def evaluation(
+    *,
+    types: Sequence[str] = (),
+    split: str = "test",
+    episodes: int = 100,
+    kwargs: Mapping[str, Any] | None = None,
+    during: bool = False,
+) -> Config:
+    """One row of the final table: one episode of each of the first `episodes` tasks of a split.
+
+    `types` and `kwargs` replace those of `config.world` where given. `during`: every
+    `evaluate_every` steps too.
+    """
+    row = {"types": tuple(types), "split": split, "episodes": episodes, "during": during}
+    return ConfigDict({**row, "kwargs": dict(kwargs or {})})
+
+
+def fields(config: Config, prefix: str = "") -> dict[str, Any]:
+    """Every leaf by its dotted path."""
+    found = {}
+    for name, value in config.items():
+        path = f"{prefix}{name}"
+        found |= fields(value, f"{path}.") if isinstance(value, Mapping | ConfigDict) else {path: value}
+    return found
+
+
+def public(config: Config) -> dict[str, Any]:
+    """The config as plain data for config.json. Values under names that look like secrets are left out."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, ConfigDict | Mapping):
+            return {k: HIDDEN if SECRET.search(k) and v is not None else clean(v) for k, v in value.items()}
+        return [clean(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return clean(config)
+
+
+def write(config: Config, workdir: Path) -> None:
+    (workdir / "config.json").write_text(json.dumps(public(config), indent=2) + "\n")
+
+
+def available() -> dict[str, str]:
+    """The config files that come along: name -> first line of its docstring."""
+    found = {}
+    for path in sorted(CONFIGS.glob("[!_]*.py")):
+        head = re.match(r'\s*"""(.*)', path.read_text())
+        found[path.stem] = head[1].rstrip('"') if head else ""
+    return found
+
+
+def load(file: str) -> Config:
+    """The config that a file makes. FILE is a path, or the name of a file in experiments/configs/.
+
+    Raises InputError, with the line, for whatever goes wrong in the file.
+    """
+    path = next((p for p in (Path(file), CONFIGS / f"{file}.py") if p.is_file()), None)
+    if path is None:
+        known = [f"experiments/configs/{name}.py" if "/" in file else name for name in available()]
+        raise UnknownNameError("config file", file, known)
+    try:
+        config = runpy.run_path(str(path))["get_config"]()
+    except KeyError as error:
+        if error.args != ("get_config",):
+            raise _in_file(path, error) from error
+        raise InputError(f"{path} has no function get_config().") from error
+    except MetaGymError as error:
+        raise InputError(f"{path}: {error}") from error
+    except Exception as error:  # it is the user's code: anything may come
+        raise _in_file(path, error) from error
+    if not isinstance(config, ConfigDict):
+        raise InputError(f"{path}: get_config() must return a ConfigDict, got {type(config).__name__}.")
+    return config
+
+
+def _in_file(path: Path, error: Exception) -> InputError:
+    """The error of a config file, with its line in the file; a wrong field name with near matches."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    where = f"{path}, line {error.lineno if isinstance(error, SyntaxError) else (lines or [0])[-1]}"
+    what = " ".join(str(error).split()).replace("\\'", "'")
+    return InputError(f"{where}: {type(error).__name__}: {what}. Fields are listed in experiments/config.py.")
+
+
+def override(config: Config, arguments: Sequence[str]) -> Config:
+    """Sets fields as `--config.path.to.field=value` says, with ml_collections' config_flags; in place.
+
+    `--flagfile=FILE` stands for the lines of FILE. Raises InputError for an unknown field or a wrong type.
+    """
+    values = flags.FlagValues()
+    try:
+        arguments = values.read_flags_from_files(list(arguments), force_gnu=True)
+        for argument in arguments:
+            _check_name(config, argument)
+        config_flags.DEFINE_config_dict(
+            "config", config, flag_values=values, sys_argv=["metagym", *arguments]
+        )
+        left = values(["metagym", *arguments])[1:]
+    except (flags.Error, TypeError, ValueError, SyntaxError) as error:
+        raise InputError(f"{' '.join(str(error).split())}.") from error
+    if left:
+        raise InputError(
+            f"unexpected argument {left[0]!r}. A field is set with --config.path.to.field=value."
+        )
+    return config
+
+
+def _check_name(config: Config, argument: str) -> None:
+    """Raises UnknownNameError if an argument sets something that is not a field of the config."""
+    match = re.match(r"--?(no)?config\.([^=]*)", argument)
+    if not match:
+        if argument.startswith("-"):
+            raise UnknownNameError("option", argument.split("=")[0], [*OPTIONS, "--config.FIELD"])
+        return
+    path, known = match[2], fields(config)
+    if path in known or path in OPEN or any(name.startswith(f"{path}.") for name in known):
+        return
+    owner = next((o for o in OPEN if path.startswith(f"{o}.")), None)
+    hint = f"Other names in {owner}: set it whole, --config.{owner}=\"{{'name': value}}\"." if owner else ""
+    raise UnknownNameError("config field", path, known, hint)
+
+
+def check(config: Config) -> None:
+    """Raises InputError if the config lacks a field of `base()`, has one more, or a value can't be right."""
+    known, got = fields(base()), fields(config)
+    for path in got:
+        if path not in known and not path.startswith(tuple(f"{o}." for o in OPEN)):
+            raise UnknownNameError("config field", path, known, "Start from base() in experiments/config.py.")
+    for path in known:
+        if path not in got and path not in OPEN:
+            raise InputError(f"the config has no field {path!r}. Start from base() in experiments/config.py.")
+    for path, value in got.items():
+        if isinstance(value, list | tuple) and any(isinstance(v, Mapping | ConfigDict) for v in value):
+            raise InputError(
+                f"config field {path!r} is a list of dicts: one run takes one value of each field. "
+                "For a sweep, start a run for each."
+            )
+    for path in POSITIVE:
+        if got[path] <= 0:
+            raise InputError(f"config field {path!r} must be positive, got {got[path]!r}.")
+    for name, row in config.evaluate.items():
+        if not isinstance(row, ConfigDict) or set(row) != set(evaluation()):
+            raise InputError(
+                f"config field 'evaluate.{name}' must be made by evaluation(...) in experiments/config.py."
+            )
+
+
+def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
+    """The options that `parser` knows (`--config=FILE` among them), and the config with its overrides.
+
+    Raises InputError for what is wrong in any of it: it names the field and what it could have been.
+    """
+    options, rest = parser.parse_known_args(list(arguments))
+    if not options.config:
+        raise InputError(f"no config given: --config=FILE. Known: {', '.join(available())}.")
+    config = override(load(options.config), rest)
+    check(config)
+    return options, config

@@ -1,0 +1,62 @@
+"""The command line, `metagym <command>`. Finding a command costs no import beyond this module.
+
+A command is a function of the arguments after its name that returns the exit code. It lives in experiments/
+and is reached by name, at run time: this module, like all of metagym/, imports nothing above it.
+
+Exit codes: 0 done; 1 it was tried and did not succeed; 2 what was asked makes no sense, or something needed
+for it is not installed, said in a line on stderr; 130 interrupted.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from metagym.errors import InputError, MissingExtraError, UnknownNameError
+
+COMMANDS = {
+    "train": ("metagym.experiments.train:train_command", "train a model as a config file says"),
+    "eval": ("metagym.experiments.train:eval_command", "measure a trained model, or one as it comes"),
+    "doctor": ("metagym.experiments.doctor:command", "what is installed, what works, what is missing"),
+}
+# Which extra brings a module whose import fails.
+EXTRA_OF = {"nle": "minihack", "minihack": "minihack", "minigrid": "minihack"}
+
+USAGE = (
+    "usage: metagym <command> [arguments]\n\n"
+    + "".join(f"  metagym {name:8s} {what}\n" for name, (_, what) in COMMANDS.items())
+    + "\n`metagym <command> --help` says what a command takes.\n"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; an error of the input is a line on stderr, no traceback."""
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    try:
+        if name in ("-h", "--help", "help"):
+            print(USAGE, end="")
+            return 0
+        if name not in COMMANDS:
+            raise (
+                UnknownNameError("command", name, COMMANDS)
+                if name
+                else InputError("no command given.\n" + USAGE)
+            )
+        module, function = COMMANDS[name][0].split(":")
+        try:
+            command = getattr(importlib.import_module(module), function)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").split(".")[0]
+            if missing == "metagym":
+                raise
+            raise MissingExtraError(f"metagym {name}", EXTRA_OF.get(missing, "train"), error) from error
+        return command(arguments)
+    except (InputError, MissingExtraError) as error:
+        print(f"metagym: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("metagym: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
