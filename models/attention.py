@@ -125,8 +125,7 @@ def _row_backward(q, k, v, segments, out, lse, dout, *, block, dtype):
     return jnp.moveaxis(dq, 0, 2).reshape(K, G, L, h), dk, dv
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _rows(q, k, v, segments, block, dtype):
+def _rows_primal(q, k, v, segments, block, dtype) -> jax.Array:
     return _rows_fwd(q, k, v, segments, block, dtype)[0]
 
 
@@ -141,6 +140,7 @@ def _rows_bwd(block, dtype, residuals, dout):
     return *lax.map(lambda args: row(*args), (*residuals, dout)), None
 
 
+_rows = jax.custom_vjp(_rows_primal, nondiff_argnums=(4, 5))
 _rows.defvjp(_rows_fwd, _rows_bwd)
 
 

@@ -4,7 +4,6 @@ The logits of a chunk of tokens are made, reduced to three numbers a token and d
 makes them again. The chunk cuts along the row, not across rows, so rows may be split over devices.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -52,8 +51,7 @@ def _logits(x: jax.Array, head: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return dot(x.reshape(-1, x.shape[-1]), head, (1, 1), dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _head(hidden, head, targets, dtype):
+def _head_primal(hidden, head, targets, dtype) -> tuple[jax.Array, jax.Array]:
     return _head_fwd(hidden, head, targets, dtype)[0]
 
 
@@ -97,4 +95,5 @@ def _head_bwd(dtype, residuals, gradients):
     return d_hidden, d_head.astype(head.dtype), None
 
 
+_head = jax.custom_vjp(_head_primal, nondiff_argnums=(3,))
 _head.defvjp(_head_fwd, _head_bwd)

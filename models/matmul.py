@@ -1,6 +1,5 @@
 """Matrix product with an f32 exact mode and a bf16 mode that stays bf16 in the backward pass."""
 
-import functools
 from typing import Any
 
 import jax
@@ -28,8 +27,7 @@ def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return _matmul(x.reshape(-1, x.shape[-1]), w, jnp.dtype(dtype)).reshape(*x.shape[:-1], w.shape[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _primal(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return dot(x, w, (1, 0), dtype)
 
 
@@ -42,4 +40,5 @@ def _backward(dtype: jnp.dtype, residuals: tuple[jax.Array, jax.Array], dy: jax.
     return dot(dy, w, (1, 1), dtype), dot(x, dy, (0, 0), dtype).astype(w.dtype)
 
 
+_matmul = jax.custom_vjp(_primal, nondiff_argnums=(2,))
 _matmul.defvjp(_forward, _backward)

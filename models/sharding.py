@@ -34,7 +34,7 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
 }
 
 
-def make_mesh(shape: Sequence[int] | None = None, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(shape: Sequence[int] | None = None, *, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with axes ("data", "fsdp", "tensor").
 
     `shape` is the size of each axis, at most one of them -1 (what is left); None puts every device on fsdp.
@@ -48,8 +48,8 @@ def make_mesh(shape: Sequence[int] | None = None, *, devices: Sequence[jax.Devic
         sizes[sizes.index(-1)] = len(devices) // math.prod(s for s in sizes if s != -1)
     if math.prod(sizes) != len(devices) or min(sizes) < 1:
         raise ValueError(
-            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {math.prod(sizes)} devices, there are
-            {len(devices)}"
+            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {math.prod(sizes)} devices, "
+            f"there are {len(devices)}"
         )
     return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
