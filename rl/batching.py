@@ -1,0 +1,276 @@
+"""From episodes to packed rows. The one next-token shift of this library is here.
+
+Rules:
+
+- A token trace of T tokens is one segment of at most T - 1 positions: the last token is only a target. What
+  follows the last trained target is cut off; causal attention never lets it matter.
+- A trace without a trained token gives no row; a failed episode (stop reason not in the loss) gives none
+  either.
+- An episode with a trace longer than a row is left out whole, and counted: training a part of it would credit
+  half of what was done. Its reward still counts in its group's baseline.
+- Equal segments may be merged into one: the losses are positively homogeneous in the advantage, so segments
+  that agree in everything but the size of their advantage have together the loss of one with the summed
+  advantage.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from metagym.errors import InputError
+from metagym.rl.losses import token_weights
+from metagym.rl.types import Algorithm, Batch
+from metagym.types import Group, TokenTrace
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One shifted trace: what stands at each of its positions. All arrays `[n]`, routing `[n, R]`."""
+
+    tokens: np.ndarray  # i32
+    targets: np.ndarray  # i32
+    mask: np.ndarray  # f32: how many sampled tokens the target stands for
+    weight: np.ndarray  # f64: share in the loss
+    advantages: np.ndarray  # f64
+    behavior_logprobs: np.ndarray  # f32, NaN off the mask
+    routing: np.ndarray  # i32
+    rollout: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The batch of one training step. Every micro-batch has the shape [rows, length], whatever their
+    number."""
+
+    minibatches: tuple[tuple[Batch, ...], ...]  # one update each; numpy arrays; a minibatch may be empty
+    metrics: Mapping[str, float]
+
+
+def shift(trace: TokenTrace, advantage: float, rollout: int) -> Segment | None:
+    """The segment of a trace, weight 0 so far; None if nothing of it is trained.
+
+    Position t holds token t and asks for token t + 1, and holds what belongs to token t + 1.
+    """
+    trained = np.flatnonzero(trace.trainable[1:])
+    if trained.size == 0:
+        return None
+    n = int(trained[-1]) + 1
+    mask = np.asarray(trace.trainable[1 : n + 1], bool)
+    return Segment(
+        tokens=np.asarray(trace.tokens[:n], np.int32),
+        targets=np.asarray(trace.tokens[1 : n + 1], np.int32),
+        mask=mask.astype(np.float32),
+        weight=np.zeros(n, np.float64),
+        advantages=np.where(mask, float(advantage), 0.0),
+        behavior_logprobs=np.where(mask, trace.logprobs[1 : n + 1], np.nan).astype(np.float32),
+        routing=np.asarray(trace.routing[:n], np.int32),
+        rollout=rollout,
+    )
+
+
+def segments(
+    groups: Sequence[Group], advantages: Sequence[np.ndarray], length: int, *, first_rollout: int = 0
+) -> tuple[list[Segment], dict[str, float]]:
+    """All segments of the groups' episodes, in order, and counts of what was left out.
+
+    `advantages[g]` is f64[len(groups[g].trajectories)]; the value of an episode that is not in the loss is
+    not read.
+    """
+    found: list[Segment] = []
+    counts = {"overflow": 0, "untrained": 0, "failed": 0}
+    rollout = first_rollout
+    for group, values in zip(groups, advantages, strict=True):
+        for trajectory, advantage in zip(group.trajectories, values, strict=True):
+            own = (
+                []
+                if not trajectory.stop.in_loss
+                else [shift(t, advantage, rollout) for t in trajectory.traces]
+            )
+            own = [s for s in own if s is not None]
+            if not trajectory.stop.in_loss:
+                counts["failed"] += 1
+            elif any(len(s) > length for s in own):
+                counts["overflow"] += 1
+            elif not own:
+                counts["untrained"] += 1
+            else:
+                found += own
+            rollout += 1
+    return found, {k: float(v) for k, v in counts.items()}
+
+
+def weigh(found: Sequence[Segment], algorithm: Algorithm) -> list[Segment]:
+    """The segments of one minibatch with each token's share in its loss."""
+    if not found:
+        return []
+    mask = np.concatenate([s.mask > 0 for s in found])
+    sequence = np.repeat([s.rollout for s in found], [len(s) for s in found])
+    weights = token_weights(mask, sequence, algorithm.reduction, constant=algorithm.constant)
+    cuts = np.cumsum([len(s) for s in found])[:-1]
+    return [dataclasses.replace(s, weight=w) for s, w in zip(found, np.split(weights, cuts), strict=True)]
+
+
+def merge(found: Sequence[Segment], *, match_behavior: bool = True) -> list[Segment]:
+    """Merges segments that agree in tokens, mask, routing, behavior log-probs and the sign of every
+    advantage.
+
+    The merged one counts them in `mask`, sums their weights and means their advantages under the weights, so
+    that loss and gradient are those of all of them: a loss f with f(c A) = c f(A) for c >= 0 has sum w_i
+    f(A_i) = f(sum w_i A_i) for A_i of one sign. Old log-probs are a function of the tokens, so they agree
+    too.
+
+    `match_behavior=False` ignores the behavior log-probs: right for an algorithm without a correction, whose
+    loss does not read them; the first one's stay, and the distance to the sampler is measured on those.
+    """
+    merged: dict[tuple[bytes, ...], list[Segment]] = {}
+    for s in found:
+        arrays = (s.tokens, s.targets, s.mask > 0, np.sign(s.advantages).astype(np.int8), s.routing)
+        key = tuple(a.tobytes() for a in arrays) + (
+            (s.behavior_logprobs.tobytes(),) if match_behavior else ()
+        )
+        merged.setdefault(key, []).append(s)
+    return [same[0] if len(same) == 1 else _sum(same) for same in merged.values()]
+
+
+def _sum(same: Sequence[Segment]) -> Segment:
+    weight = np.sum([s.weight for s in same], axis=0)
+    total = np.sum([s.weight * s.advantages for s in same], axis=0)
+    return dataclasses.replace(
+        same[0],
+        mask=np.sum([s.mask for s in same], axis=0, dtype=np.float32),
+        weight=weight,
+        advantages=np.divide(total, weight, out=np.zeros_like(total), where=weight > 0),
+    )
+
+
+def _order(s: Segment) -> tuple[int, bytes, bytes, bytes, bytes]:
+    """Longest first; ties by content, so that the same segments in any order give the same rows."""
+    return (
+        -len(s),
+        s.tokens.tobytes(),
+        s.targets.tobytes(),
+        s.behavior_logprobs.tobytes(),
+        (s.weight * s.advantages).tobytes(),
+    )
+
+
+def fill_rows(found: Sequence[Segment], length: int, *, align: int = 1) -> list[list[tuple[int, Segment]]]:
+    """First-fit decreasing: rows of (start, segment), every start a multiple of `align`.
+
+    Raises InputError for a segment longer than a row.
+    """
+    rows: list[list[tuple[int, Segment]]] = []
+    used: list[int] = []
+    for s in sorted(found, key=_order):
+        if len(s) > length:
+            raise InputError(f"a segment of {len(s)} positions does not fit into rows of length {length}")
+        size = -(-len(s) // align) * align
+        row = next((i for i, u in enumerate(used) if u + len(s) <= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            used.append(0)
+        rows[row].append((used[row], s))
+        used[row] += size
+    return rows
+
+
+def empty_batch(rows: int, length: int, routing: int = 0) -> Batch:
+    """A micro-batch of padding: loss 0, gradient 0. Numpy arrays."""
+    shape = (rows, length)
+    nan = np.full(shape, np.nan, np.float32)
+    return Batch(
+        tokens=np.zeros(shape, np.int32),
+        targets=np.zeros(shape, np.int32),
+        mask=np.zeros(shape, np.float32),
+        weight=np.zeros(shape, np.float32),
+        advantages=np.zeros(shape, np.float32),
+        behavior_logprobs=nan.copy(),
+        old_logprobs=nan.copy(),
+        ref_logprobs=nan.copy(),
+        positions=np.zeros(shape, np.int32),
+        segments=np.zeros(shape, np.int32),
+        rollout=np.full(shape, -1, np.int32),
+        routing=np.zeros((*shape, routing), np.int32),
+    )
+
+
+def micro_batches(found: Sequence[Segment], *, rows: int, length: int, align: int = 1) -> tuple[Batch, ...]:
+    """Packs the segments of one minibatch into micro-batches [rows, length]; none for no segments."""
+    filled = fill_rows(found, length, align=align)
+    widths = {s.routing.shape[1] for s in found}
+    if len(widths) > 1:
+        raise InputError(f"traces of one step differ in how many experts they record: {sorted(widths)}")
+    batches = []
+    for first in range(0, len(filled), rows):
+        batch = empty_batch(rows, length, next(iter(widths)))
+        for r, row in enumerate(filled[first : first + rows]):
+            for number, (start, s) in enumerate(row, start=1):
+                at = (r, slice(start, start + len(s)))
+                for name in (
+                    "tokens",
+                    "targets",
+                    "mask",
+                    "weight",
+                    "advantages",
+                    "behavior_logprobs",
+                    "routing",
+                    "rollout",
+                ):
+                    getattr(batch, name)[at] = getattr(s, name)
+                batch.positions[at] = np.arange(len(s), dtype=np.int32)
+                batch.segments[at] = number
+        batches.append(batch)
+    return tuple(batches)
+
+
+def pack(
+    groups: Sequence[Group],
+    advantages: Sequence[np.ndarray],
+    algorithm: Algorithm,
+    *,
+    rows: int,
+    length: int,
+    minibatches: int = 1,
+    align: int = 1,
+    merge_equal: bool = True,
+) -> Packed:
+    """The batch of one step. Groups go round-robin into `minibatches`, each its own update with its own
+    denominator.
+
+    `rows` x `length` is the shape of a micro-batch, `align` what segment starts are multiples of. A merged
+    batch has the loss and gradient of the unmerged one.
+    """
+    made: list[tuple[Batch, ...]] = []
+    totals: dict[str, float] = {}
+    before = after = first = 0
+    for m in range(minibatches):
+        own = range(m, len(groups), minibatches)
+        found, counts = segments(
+            [groups[g] for g in own], [advantages[g] for g in own], length, first_rollout=first
+        )
+        first += sum(len(groups[g].trajectories) for g in own)
+        found = weigh(found, algorithm)
+        before += len(found)
+        if merge_equal:
+            found = merge(found, match_behavior=algorithm.correction is not None)
+        after += len(found)
+        made.append(micro_batches(found, rows=rows, length=length, align=align))
+        for name, value in counts.items():
+            totals[name] = totals.get(name, 0.0) + value
+    flat = [b for batches in made for b in batches]
+    used = sum(int(np.count_nonzero(b.segments)) for b in flat)
+    metrics = {f"batch/{name}": value for name, value in totals.items()}
+    metrics |= {
+        "batch/segments": float(before),
+        "batch/merged": float(before - after),
+        "batch/micro_batches": float(len(flat)),
+        "batch/fill": used / (len(flat) * rows * length) if flat else 0.0,
+        "tokens/trained": float(sum(b.mask.sum(dtype=np.float64) for b in flat)),
+        "tokens/computed": float(used),
+    }
+    return Packed(tuple(made), metrics)
