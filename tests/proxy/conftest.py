@@ -1,0 +1,45 @@
+"""A tiny byte-level tokenizer with ChatML and Llama 3 control tokens, in the shape of a model directory."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CONTROL = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>",
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+]  # fmt: skip
+CORPUS = (
+    "system user assistant tool You are a helpful AI assistant. The staircase is 2 steps north, 1 step east. "
+    'Reply with JSON: {"action": "north"}, or east, south, west. Thought: the door is closed.\nAction: go\n'
+    "hello international world  international"
+)
+CHATML_DEFAULT = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    """SmolLM2's files in small: ChatML with a default system message, chat EOS <|im_end|>."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=CONTROL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([CORPUS] * 3, trainer)
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": CHATML_DEFAULT}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    return directory
