@@ -1,6 +1,7 @@
 """The sdist and the wheel: installed outside the checkout, and used there with numpy and gymnasium alone."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,12 @@ def test_installed_alone_it_makes_the_toy_world(dist, tmp_path):
     where = run(venv / "bin" / "python", "-c", USE, cwd=tmp_path, env=environment)
     assert where.startswith(str(venv))
     assert "metagym doctor" in run(venv / "bin" / "metagym", "--help", cwd=tmp_path, env=environment)
+    report = run(venv / "bin" / "metagym", "doctor", cwd=tmp_path, env=environment)
+    assert re.search(r"^missing +extra \[train\] .*jax", report, re.MULTILINE)
+    train = [venv / "bin" / "metagym", "train", "--config=debug"]
+    done = subprocess.run(train, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"metagym: .*pip install 'metagym-rl\[train\]'\n", done.stderr)
     listed = run(uv, "pip", "list", "--python", venv, "--format", "freeze")
     names = {line.split("==")[0] for line in listed.split()}
     assert names <= {
