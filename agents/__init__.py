@@ -1,0 +1,7 @@
+"""Who drives an episode: prompts and the parsing of replies."""
+
+from metagym.agents.json_action import json_action
+from metagym.agents.plain import plain
+from metagym.agents.react import react
+
+__all__ = ["json_action", "plain", "react"]

@@ -1,9 +1,9 @@
 """`metagym/Toy-v0`: a small text world without dependencies, whose optimal returns are known.
 
 An episode has a few rounds. Each round offers things to choose from, and one is right, by a rule that the
-world never tells and that every task of a type shares. There are seven themes, and a type is a theme with one
-of its secrets: in `doors-red` the red door is right, in `paths-opposite` the way against the pointer. An agent
-can learn the rule of a type by trying, or be told it, and themes and secrets can be held out from each other.
+world never tells and that every task of a type shares. There are seven themes, and a type is a theme with
+one of its secrets: in `doors-red` the red door is right, in `paths-opposite` the way against the pointer. An
+agent can learn the rule of a type by trying, or be told it; themes or secrets can be held out.
 
 Per round, right is worth 1 / rounds and wrong 0, and either ends the round; with `boxes`, where the coin lies
 in any box but the secret one, a wrong box costs 0.1 / rounds and the round goes on until the coin is found.
@@ -145,8 +145,8 @@ def _known(type: str) -> str:
 def optimal_return(type: str) -> float:
     """The expected return of a type under the best policy that knows its rule, with any number of rounds.
 
-    1, and for boxes 0.9: three boxes are left, so 0, 1 or 2 misses are equally likely, each costing 0.1. Holds
-    as long as the turn limit does not cut in: 3 turns per round with boxes, else 1. Raises UnknownNameError.
+    1, and for boxes 0.9: three boxes are left, so 0, 1 or 2 misses are equally likely, each costing 0.1.
+    Holds if the turn limit does not cut in: 3 turns per round with boxes, else 1. Raises UnknownNameError.
     """
     return 1.0 - _MISS if _known(type) == "boxes" else 1.0
 
@@ -179,7 +179,7 @@ class ToyEnv(TextEnv):
         max_turns: after which the episode is truncated; None: 4 per round.
 
     The task determines what each round offers; the seed the order in which things are shown, and where coins
-    lie. An action is one of `admissible` or the thing's name alone; anything else is answered and costs a turn.
+    lie. An action is one of `admissible` or a thing's name alone; anything else is answered and costs a turn.
     `info["action"]` is what was done, None if nothing was. Success: every round right.
     """
 

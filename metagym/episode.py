@@ -2,15 +2,16 @@
 
 What ends an episode, and as what:
 
-| what happens                                                      | stop                                |
-|-------------------------------------------------------------------|-------------------------------------|
-| the world terminates                                              | `info["stop"]` if given, else TERMINATED |
-| the world truncates, or `max_turns` replies were given            | TURN_LIMIT (`info["stop"]` if given) |
-| `timeout_s` is over, looked at before and after each reply        | AGENT_TIMEOUT                       |
-| too many replies in a row that `agent.parse` refuses              | FORMAT_ERROR                        |
-| AgentError from the chat or the world                             | the one of its kind, see `_STOPS`   |
-| GraderError, or a reward that is not finite                       | INVALID_REWARD                      |
-| InfraError, or any other exception from world, chat or agent      | INFRA                               |
+| what happens                                                    | stop                                 |
+|-----------------------------------------------------------------|--------------------------------------|
+| the world terminates                                            | `info["stop"]`, by default TERMINATED |
+| the world truncates                                             | `info["stop"]`, by default TURN_LIMIT |
+| `max_turns` replies were given                                  | TURN_LIMIT                           |
+| `timeout_s` is over, looked at before and after each reply      | AGENT_TIMEOUT                        |
+| too many replies in a row that `agent.parse` refuses            | FORMAT_ERROR                         |
+| AgentError from the chat or the world                           | the one of its kind, see `_STOPS`    |
+| GraderError, or a reward that is not finite                     | INVALID_REWARD                       |
+| InfraError, or any other exception from world, chat or agent    | INFRA                                |
 """
 
 import asyncio
@@ -59,13 +60,13 @@ def verbatim(reply: str) -> str:
 
 @dataclass(frozen=True)
 class Agent:
-    """How an episode becomes messages and a reply an action. `metagym.agents` makes some; all fields are pure."""
+    """How an episode becomes messages and a reply an action; pure. `metagym.agents` makes some."""
 
     system: str | None = None  # system prompt; None: no system message at all
     prompt: Callable[[str, Mapping[str, Any], int], str] = observe
     """(observation, info, turn index from 0) -> the text of the user message."""
     parse: Callable[[str], str] = verbatim
-    """Whole reply, begun reply included -> action. Raises FormatError, whose text is feedback for the model."""
+    """Reply, begun reply included -> action. Raises FormatError, whose text is feedback for the model."""
     prefix: str = ""  # a begun reply: rendered, not sampled
     history: bool = True  # False: every turn is a conversation of its own
     max_format_errors: int = 3  # so many in a row end the episode
@@ -93,14 +94,14 @@ def run(
         system: goes before `agent.system`. If both are None there is no system message.
         agent: prompts and parsing; None: observations in, whole replies out.
         max_turns: most replies; None: the world's own limit alone.
-        timeout_s: wall-clock budget. Looked at between calls: a call that hangs is for the chat and the env to
-            end, by their own deadlines.
+        timeout_s: wall-clock budget. Looked at between calls: a call that hangs is for the chat and the env
+            to end, by their own deadlines.
 
-    A reply that `agent.parse` refuses is answered with its feedback in place of an observation; the world does
-    not move, a turn is used. `reward` is the sum of the rewards; `outcome` is `info["success"]` where the world
-    tells it, else that sum, and 0 if an error ended the episode. `Turn.action` is `info["action"]` where the
-    world tells what was done, else the parsed action. `metrics` holds turns, format_errors, and the seconds
-    spent in the model, the env and in all. `traces` is empty: whoever owns the session attaches them.
+    A reply that `agent.parse` refuses is answered with its feedback in place of an observation; the world
+    does not move, a turn is used. `reward` is the sum of the rewards; `outcome` is `info["success"]` where
+    the world tells it, else that sum, and 0 if an error ended the episode. `Turn.action` is `info["action"]`
+    where the world tells what was done, else the parsed action. `metrics` holds turns, format_errors, and the
+    seconds spent in the model, the env and in all. `traces` is empty: the session's owner attaches them.
 
     Raises InputError or TypeError if it is called with what can't work (an unknown task, a chat that is not
     one). Once the env is reset, it raises only KeyboardInterrupt and its kin (SystemExit, a cancelled asyncio
@@ -212,8 +213,11 @@ class _Episode:
                     return StopReason.FORMAT_ERROR
                 continue
             refused, feedback = 0, None
-            self.turns.append(Turn(seen, reply.content, None, 0.0))  # kept if the step fails
-            if time.monotonic() >= self.deadline:
+            late = time.monotonic() >= self.deadline
+            self.turns.append(
+                Turn(seen, reply.content, None if late else action, 0.0)
+            )  # kept if the step fails
+            if late:
                 return StopReason.AGENT_TIMEOUT
             self._where = "env.step"
             observation, reward, terminated, truncated, info = self._timed("env", self.env.step, action)
@@ -288,7 +292,7 @@ class _Episode:
 
 
 def describe(error: BaseException) -> str:
-    """`Type: message`, and for an error that is not one of ours, where it was raised. At most 2,000 characters."""
+    """`Type: message`, and where it was raised if it is not one of ours. At most 2,000 characters."""
     text = "".join(traceback.format_exception_only(error)).strip()
     if not isinstance(error, AgentError | InfraError):
         frames = traceback.extract_tb(error.__traceback__)

@@ -201,7 +201,7 @@ class TextEnv(gym.Env[str, str]):
     but is not in the selected split and types.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 (gymnasium declares it so)
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium declares it so)
     options: ClassVar[tuple[str, ...]] = ("task",)  # what `reset(options=)` takes; a world may add to it
 
     def __init__(

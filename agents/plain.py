@@ -1,0 +1,55 @@
+"""The plain agent: the reply is the action."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from metagym.agents.prompts import first_then
+from metagym.episode import Agent
+from metagym.errors import FormatError
+
+FORMAT = "Reply with one action and nothing else."
+
+
+def plain(
+    goal: str = "",
+    *,
+    system: str | None = None,
+    format: str = FORMAT,
+    list_actions: bool = False,
+    prefix: str = "",
+    history: bool = True,
+    max_format_errors: int = 3,
+) -> Agent:
+    """An agent whose reply is the action: its first line that is not blank, without quotes.
+
+    Args:
+        goal: what the task is about; goes before the first observation (before each one without history).
+        system: system prompt.
+        format: says how to reply; "" leaves it out.
+        list_actions: whether to add the actions that the world says are possible (`info["admissible"]`).
+        prefix: a begun reply; the action is what follows it.
+        history, max_format_errors: see `Agent`.
+    """
+
+    def prompt(observation: str, info: Mapping[str, Any], turn: int) -> str:
+        return first_then(
+            goal, observation, info, format, first=turn == 0 or not history, actions=list_actions
+        )
+
+    return Agent(
+        system=system,
+        prompt=prompt,
+        parse=lambda reply: parse(reply.removeprefix(prefix)),
+        prefix=prefix,
+        history=history,
+        max_format_errors=max_format_errors,
+    )
+
+
+def parse(reply: str) -> str:
+    """The first line with anything in it, without quotes around it. Raises FormatError if there is none."""
+    for line in reply.splitlines():
+        action = line.strip().strip("`\"'").strip()
+        if action:
+            return action
+    raise FormatError(f"There was no action in your reply. {FORMAT}")
