@@ -1,0 +1,224 @@
+"""NetHack's arrays to text. Pure functions of arrays; every array is only read.
+
+Coordinates are map rows (0 to 20, downwards) and columns (0 to 78). Directions are counted in steps along
+the axes: "2 steps north and 1 step east".
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+nethack: Any = importlib.import_module("nle.nethack")  # most of its names are made at run time
+
+# Map symbols (NetHack 3.6 defsym.h), as offsets from GLYPH_CMAP_OFF.
+_WALLS = range(0, 12)  # solid stone and the eleven kinds of wall
+_DOORWAY, _OPEN_DOORS, _CLOSED_DOORS = 12, (13, 14), (15, 16)
+_BARS, _TREE = 17, 18
+_FLOORS = range(19, 23)  # lit and dark room, lit and dark corridor
+_LIQUIDS = (32, 34, 41)  # pool, lava, water
+_MASSES = (_BARS, _TREE, 32, 33, 34, 39, 40, 41, 77)  # and ice, air, clouds: rather areas than things
+_LAST_THING = 64  # dungeon features and traps; above are rays and flashes
+
+NOTHING, THING, MASS = 0, 1, 2
+
+
+def _classes() -> tuple[np.ndarray, np.ndarray]:
+    """Per glyph: whether it is worth a word, and whether a step onto it looks possible."""
+    glyphs = np.arange(nethack.MAX_GLYPH)
+    cmap = np.where(nethack.glyph_is_cmap(glyphs), glyphs - nethack.GLYPH_CMAP_OFF, -1)
+    kind = np.full(nethack.MAX_GLYPH, THING, np.uint8)
+    kind[(cmap >= 0) & (np.isin(cmap, [*_WALLS, *_FLOORS]) | (cmap > _LAST_THING))] = NOTHING
+    kind[np.isin(cmap, _MASSES)] = MASS
+    kind[nethack.GLYPH_EXPLODE_OFF : nethack.GLYPH_WARNING_OFF] = NOTHING
+    open_ = ~np.isin(cmap, [*_WALLS, *_CLOSED_DOORS, _BARS, _TREE, *_LIQUIDS])
+    open_[_boulders()] = False
+    open_[nethack.glyph_is_monster(glyphs)] = False
+    return kind, open_
+
+
+def _boulders() -> list[int]:
+    named = (i for i in range(nethack.NUM_OBJECTS) if nethack.OBJ_NAME(nethack.objclass(i)) == "boulder")
+    return [nethack.GLYPH_OBJ_OFF + i for i in named]
+
+
+_KIND, _OPEN = _classes()
+_OPEN_DOOR_GLYPHS = frozenset(nethack.GLYPH_CMAP_OFF + i for i in _OPEN_DOORS)
+_AROUND = (
+    ("north", -1, 0),
+    ("northeast", -1, 1),
+    ("east", 0, 1),
+    ("southeast", 1, 1),
+    ("south", 1, 0),
+    ("southwest", 1, -1),
+    ("west", 0, -1),
+    ("northwest", -1, -1),
+)
+
+
+def text_of(array: np.ndarray) -> str:
+    """The text in a NUL-terminated array of bytes."""
+    return array.tobytes().split(b"\0", 1)[0].decode("latin-1")
+
+
+def where(rows: int, columns: int) -> str:
+    """An offset in words: (-2, 1) is "2 steps north and 1 step east"."""
+    parts = []
+    if rows:
+        parts.append(f"{abs(rows)} step{'s' * (abs(rows) > 1)} {'north' if rows < 0 else 'south'}")
+    if columns:
+        parts.append(f"{abs(columns)} step{'s' * (abs(columns) > 1)} {'west' if columns < 0 else 'east'}")
+    return " and ".join(parts) or "here"
+
+
+def things(
+    glyphs: np.ndarray, descriptions: np.ndarray, row: int, column: int, most: int = 24
+) -> tuple[list[tuple[str, int, int]], int]:
+    """What can be seen, nearest first, as (name, rows away, columns away), and how many more there are.
+
+    `glyphs` i16[21, 79], `descriptions` u8[21, 79, 80]. Of an area (water, lava, ice, trees, bars) only the
+    nearest square stands, with the number of squares in its name.
+    """
+    kinds = _KIND[glyphs]
+    kinds[row, column] = NOTHING
+    rows, columns = np.nonzero(kinds == THING)
+    far = np.maximum(abs(rows - row), abs(columns - column))
+    order = np.argsort(far, kind="stable")
+    more = max(0, len(order) - most)
+    seen = [
+        (
+            int(far[i]),
+            text_of(descriptions[rows[i], columns[i]]),
+            int(rows[i]) - row,
+            int(columns[i]) - column,
+        )
+        for i in order[:most]
+    ]
+    masses = np.argwhere(kinds == MASS)
+    if len(masses):
+        which = glyphs[masses[:, 0], masses[:, 1]]
+        away = np.maximum(abs(masses[:, 0] - row), abs(masses[:, 1] - column))
+        for glyph in np.unique(which):
+            of_it = which == glyph
+            r, c = masses[of_it][np.argmin(away[of_it])]
+            count = int(of_it.sum())
+            name = text_of(descriptions[r, c]) + (f" ({count} squares, the nearest)" if count > 1 else "")
+            seen.append((int(away[of_it].min()), name, int(r) - row, int(c) - column))
+        seen.sort(key=lambda s: s[0])
+    return [(name, r, c) for _, name, r, c in seen if name], more
+
+
+def ways(glyphs: np.ndarray, row: int, column: int) -> list[str]:
+    """Directions in which a step looks possible: no wall, closed door, boulder, monster or liquid there."""
+    found = []
+    for name, dr, dc in _AROUND:
+        r, c = row + dr, column + dc
+        if 0 <= r < glyphs.shape[0] and 0 <= c < glyphs.shape[1]:
+            glyph = int(glyphs[r, c])
+            if _OPEN[glyph] and not (dr and dc and glyph in _OPEN_DOOR_GLYPHS):  # no diagonals through doors
+                found.append(name)
+    return found
+
+
+def map_of(chars: np.ndarray) -> str:
+    """The map, u8[21, 79], cut to what is drawn."""
+    drawn = chars != 32
+    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
+    if not len(rows):
+        return ""
+    part = chars[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    return "\n".join(line.tobytes().decode("latin-1").rstrip() for line in part)
+
+
+def inventory_of(letters: np.ndarray, names: np.ndarray) -> list[str]:
+    """ "a: a +0 dagger (weapon in hand)"; `letters` u8[55], `names` u8[55, 80]."""
+    count = int(np.argmin(letters != 0)) if not letters.all() else len(letters)
+    return [f"{chr(letters[i])}: {text_of(names[i])}" for i in range(count)]
+
+
+_HUNGER = ("satiated", "", "hungry", "weak from hunger", "fainting", "fainted", "starved")
+_LOAD = ("", "burdened", "stressed", "strained", "overtaxed", "overloaded")
+_CONDITIONS = (  # bits of NLE_BL_CONDITION
+    "turning to stone", "slimed", "strangled", "food poisoned", "terminally ill", "blind", "deaf", "stunned",
+    "confused", "hallucinating", "levitating", "flying", "riding",
+)  # fmt: skip
+_ALIGNMENT = {-1: "chaotic", 0: "neutral", 1: "lawful"}
+
+
+def statistics_of(blstats: np.ndarray) -> str:
+    """One line of the bottom-line statistics, i64[27]."""
+    b = blstats.tolist()
+    parts = [
+        f"HP {b[10]}/{b[11]}", f"energy {b[14]}/{b[15]}", f"armor class {b[16]}",
+        f"experience level {b[18]}", f"strength {_strength(b[3])}", f"dexterity {b[4]}",
+        f"constitution {b[5]}", f"intelligence {b[6]}", f"wisdom {b[7]}", f"charisma {b[8]}",
+        f"gold {b[13]}", f"dungeon level {b[12]}", f"turn {b[20]}",
+    ]  # fmt: skip
+    states = [_HUNGER[b[21]] if 0 <= b[21] < len(_HUNGER) else ""]
+    states.append(_LOAD[b[22]] if 0 <= b[22] < len(_LOAD) else "")
+    states += [name for bit, name in enumerate(_CONDITIONS) if b[25] >> bit & 1]
+    if len(b) > 26 and b[26] in _ALIGNMENT:
+        parts.insert(3, _ALIGNMENT[b[26]])
+    return ", ".join(parts + [s for s in states if s])
+
+
+def _strength(value: int) -> str:
+    """3 to 18, 18/01 to 18/100 (19 to 118), 19 to 25 (119 to 125)."""
+    return f"18/{value - 18:02}" if 18 < value <= 118 else str(value - 100 if value > 118 else value)
+
+
+def window_of(screen: np.ndarray) -> list[str]:
+    """The lines of the menu or text window that covers the screen, u8[24, 80]; none if there is none.
+
+    A window ends with a line "(end)", "(1 of 2)" or "--More--"; its left edge is where that begins.
+    """
+    lines = [line.tobytes().decode("latin-1").rstrip() for line in screen]
+    for last, line in enumerate(lines):
+        left = len(line) - len(line.lstrip())
+        if line.endswith("(end)"):
+            left, text = line.rindex("(end)"), ""
+        elif line.endswith("--More--"):
+            text = line[: -len("--More--")]
+            left = line.rindex("--More--") if not text.strip() else 0
+        elif line.endswith(")") and " of " in line and line.rfind("(") >= 0:
+            page = line[line.rindex("(") + 1 : -1].split(" of ")
+            if len(page) != 2 or not all(p.isdigit() for p in page):
+                continue
+            left, text = line.rindex("("), ""
+        else:
+            continue
+        body = [row[left:].rstrip() for row in lines[:last]] + [text[left:].rstrip()]
+        return [row.strip() if left else row for row in body if row.strip()]
+    return []
+
+
+def tokens(text: str) -> int:
+    """A cautious estimate of a text's tokens in a small vocabulary that splits numbers into digits."""
+    count = 0
+    for word in text.split():
+        core = word.strip(".,;:!?\"'()")
+        count += len(word) - len(core)
+        count += 1 + len(core) if core.isdigit() else max(1, -(-len(core) // 6))
+    return count
+
+
+def compact(
+    stairs_wanted: bool, seen: Sequence[tuple[str, int, int]], open_ways: Sequence[str], said: str, limit: int
+) -> str:
+    """As much as `limit` tokens hold, in this order: the staircase down, the nearest things, what the game
+    says, and where a step looks possible. With the staircase in sight only things that fit follow it."""
+    stairs = [(r, c) for name, r, c in seen if name == "staircase down"]
+    others = [f"The {n} is {where(r, c)}." for n, r, c in seen if n not in ("staircase down", "staircase up")]
+    free = f"Free: {', '.join(open_ways)}." if open_ways else "Nothing is free."
+    if stairs:
+        sentences = [f"The staircase is {where(*stairs[0])}.", *others[:1]]
+    elif stairs_wanted:
+        sentences = ["No staircase in sight.", *others[:1], said, free]
+    else:
+        sentences = [*others[:1], said, *others[1:2], free]
+    text = ""
+    for sentence in filter(None, sentences):
+        if not text or tokens(text) + tokens(sentence) <= limit:
+            text = f"{text} {sentence}".strip()
+    return text
