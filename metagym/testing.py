@@ -70,9 +70,9 @@ class ScriptedBackend(Live):
 
     `script` is the replies (token ids, end-of-turn token included) in the order of the calls, or a function
     of the prompt's ids. A reply is cut after `sampling.max_tokens` or its first stop token; if it then ends
-    with one, `finish` is "stop". Log-probs are `scripted_logprob(token)`, versions what was last loaded. `calls`
-    holds (prompt ids, sampling) of each call. The future raises ContextOverflowError if the prompt leaves no
-    room in `context`, EngineError when the script is at its end or the backend is closed.
+    with one, `finish` is "stop". Log-probs are `scripted_logprob(token)`, versions what was last loaded.
+    `calls` holds (prompt ids, sampling) of each call. The future raises ContextOverflowError if the prompt
+    leaves no room in `context`, EngineError when the script is at its end or the backend is closed.
     """
 
     def __init__(
@@ -622,8 +622,8 @@ def _check_vector(make: MakeEnv, kind: str, seed: int, steps: int, context: str 
                 for i in range(2):
                     expected = [(*s[:4], s[4]["task"]) for s in alone[i][0]][: len(got[i])]
                     _same(expected, got[i], f"env {i} alone and in the vector")  # type: ignore[arg-type]
-                # Gymnasium's AsyncVectorEnv without shared memory forgets that reset() has done what a pending
-                # autoreset was to do, and resets again at the first step: reset only while episodes run.
+                # Gymnasium's AsyncVectorEnv without shared memory forgets that reset() has done what a
+                # pending autoreset was to do, and resets again at the first step: reset while episodes run.
                 while any(ended):
                     _, _, terminated, truncated, _ = envs.step(actions)
                     ended = np.logical_or(terminated, truncated)
