@@ -25,7 +25,7 @@ CONFIGS = Path(__file__).parent / "configs"
 SECRET = re.compile(r"token$|secret|password|passwd|api_?key|credential", re.IGNORECASE)
 HIDDEN = "<secret, not recorded>"
 # Mappings that a config file fills with names of its own.
-OPEN = ("world.kwargs", "algorithm.args", "evaluate")
+OPEN = ("world.kwargs", "agent.args", "algorithm.args", "evaluate")
 POSITIVE = (
     "group_size",
     "groups_per_step",
@@ -64,12 +64,13 @@ def base() -> Config:
     c.world.kwargs = ConfigDict()  # what else `gymnasium.make` gets
 
     c.agent = ConfigDict()
-    c.agent.kind = "plain"  # how a reply becomes an action: plain, react or json
+    c.agent.kind = "plain"  # how a reply becomes an action: a function of metagym.agents
+    c.agent.args = ConfigDict()  # what that function takes besides what stands here: goal, format, ...
+    c.agent.template = ""  # if given, the text of every turn's message, with {observation} in it
     c.agent.system = ""  # empty: no system message at all
-    c.agent.prompt = "{observation}"  # text of a turn's message; {observation}, {turn}, {admissible}, {task}
     c.agent.prefix = ""  # a begun reply, rendered and not sampled
     c.agent.history = True  # False: every turn is a conversation of its own
-    c.agent.max_turns = 0  # 0: the world's own limit
+    c.agent.max_turns = 0  # replies of an episode; 0: the world's own limit
 
     c.sampling = ConfigDict()
     c.sampling.max_tokens = (
@@ -114,7 +115,7 @@ def base() -> Config:
     c.evaluate_every = 0  # steps; 0: only before and after
     c.evaluate = ConfigDict()  # what is measured: a name -> evaluation(...)
     c.lock()
-    for mapping in (c.world.kwargs, c.algorithm.args, c.evaluate):
+    for mapping in (c.world.kwargs, c.agent.args, c.algorithm.args, c.evaluate):
         mapping.unlock()
     return c
 

@@ -8,17 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-Z = 1.959964  # 95 % of a normal distribution lie within
-
-
-def wilson(successes: float, n: int) -> tuple[float, float]:
-    """The 95 % interval of a rate (Wilson 1927): [low, high]. (0, 1) if nothing was tried."""
-    if n == 0:
-        return 0.0, 1.0
-    p, z2 = successes / n, Z * Z
-    middle = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return max(0.0, middle - half), min(1.0, middle + half)
+from metagym.rl.metrics import wilson
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def get_config():
 
     config.world.id = "metagym/Toy-v0"
     config.world.types = ("doors-red", "food-apple")
-    config.agent.prompt = "{observation}\nAction:"
+    config.agent.template = "{observation}\nAction:"
     config.sampling.max_tokens = 4
     config.sampling.context = 128
 

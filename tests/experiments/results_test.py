@@ -1,27 +1,9 @@
-"""Intervals by hand, the table, results.json and the picture."""
+"""Scores, the table, results.json and the picture."""
 
 import math
 
-import pytest
-
 from metagym.experiments import results
 from metagym.experiments.results import Score
-
-
-@pytest.mark.parametrize(
-    ("successes", "n", "low", "high"),
-    [
-        (5, 10, 0.2366, 0.7634),  # textbook values
-        (0, 10, 0.0, 0.2775),
-        (10, 10, 0.7225, 1.0),
-        (0, 0, 0.0, 1.0),
-        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I
-        (15, 148, 0.0624, 0.1605),
-        (1, 29, 0.0061, 0.1718),
-    ],
-)
-def test_wilson_interval(successes, n, low, high):
-    assert results.wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_score_counts_outcomes_and_leaves_failures_out():
