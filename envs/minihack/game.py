@@ -93,7 +93,7 @@ class _Recorder:
         if text:
             self.said.append(text)
         elif internal[3] and not over:  # waits for a key below a window
-            self.said += render.window_of(observation[self._screen])
+            self.said.append("\n".join(render.window_of(observation[self._screen])))
         self.asks = bool((internal[1] or internal[2]) and text and not internal[3] and not over)
 
 
@@ -124,6 +124,7 @@ class Game:
             self._games[kind] = self._make(kind)
         self._games[kind] = self._games.pop(kind)  # the latest is the last
         self._env, self._recorder = self._games[kind]
+        self._at = {name: i for i, name in enumerate(self._env._observation_keys)}
         own = [int(a) for a in self._env.minihack_actions]
         self._own = frozenset(own)
         if self._only is not None and (missing := [c for c in self._only if c not in self._own]):
@@ -210,7 +211,7 @@ class Game:
         return env, _Recorder(env)
 
     def _array(self, name: str) -> np.ndarray:
-        return self._env.last_observation[self._env._observation_keys.index(name)]
+        return self._env.last_observation[self._at[name]]
 
     def _asked(self) -> actions.Question | None:
         if not self._recorder.asks:
@@ -220,18 +221,24 @@ class Game:
 
     def _frame(self, reward: float, end: str | None, action: str | None, feedback: str, goal: str) -> Frame:
         asked = None if end else self._asked()
-        said = self._recorder.said
-        message = "\n".join(said) if any("  " in s for s in said) else " ".join(said)
+        said = [s for s in self._recorder.said if s]
+        news = said if asked is None else said[:-1]  # the last is the question
         if self._parts == ("compact",):
-            observation = self._compact(message, asked, feedback, end)
+            observation = self._compact(" ".join(news), asked, feedback, end)
         else:
-            observation = self._full(message, asked, feedback, goal, end)
+            observation = self._full("\n".join(news), asked, feedback, goal, end)
         if asked is not None and asked.answers:
             admissible = asked.words
         else:
             admissible = [actions.CANONICAL[c] for c in self._allowed]
         return Frame(
-            observation, reward, end, action, [] if end else admissible, message, self._env.minihack_limit
+            observation,
+            reward,
+            end,
+            action,
+            [] if end else admissible,
+            "\n".join(said),
+            self._env.minihack_limit,
         )
 
     def _position(self) -> tuple[int, int]:
@@ -239,19 +246,18 @@ class Game:
         return row, column
 
     def _full(
-        self, message: str, asked: actions.Question | None, feedback: str, goal: str, end: str | None
+        self, news: str, asked: actions.Question | None, feedback: str, goal: str, end: str | None
     ) -> str:
         blocks = []
         if goal and "goal" in self._parts:
             blocks.append(goal)
         if feedback:
             blocks.append(feedback)
-        if message and "message" in self._parts:
-            blocks.append(message)
+        if news and "message" in self._parts:
+            blocks.append(news)
         if asked is not None:
             answers = f" Answer with one of: {', '.join(asked.words)}." if asked.answers else ""
-            line = f"The game asks: {asked.text}{answers}"
-            blocks.append(line)
+            blocks.append(f"The game asks: {asked.text}{answers}")
         if end:
             return "\n\n".join([*blocks, _ENDS[end]])
         if "seen" in self._parts:
@@ -274,7 +280,7 @@ class Game:
         free = ", ".join(render.ways(glyphs, row, column)) or "nowhere"
         return "You see:\n" + ("\n".join(lines) or "- nothing of note") + f"\nFree to step: {free}"
 
-    def _compact(self, message: str, asked: actions.Question | None, feedback: str, end: str | None) -> str:
+    def _compact(self, news: str, asked: actions.Question | None, feedback: str, end: str | None) -> str:
         if end:
             return _ENDS[end]
         if asked is not None:
@@ -283,8 +289,8 @@ class Game:
         seen, _ = render.things(glyphs, self._array("screen_descriptions"), row, column)
         head = "Not possible. " if feedback else ""
         limit = COMPACT_TOKENS - render.tokens(head)
-        said = "" if message.startswith("Hello Agent") else message
-        return head + render.compact(self._stairs, seen, render.ways(glyphs, row, column), said, limit)
+        news = "" if news.startswith("Hello Agent") else news.replace("\n", " ")
+        return head + render.compact(self._stairs, seen, render.ways(glyphs, row, column), news, limit)
 
 
 _ENDS = {"success": "You reached the goal.", "failure": "You failed.", "death": "You died."}

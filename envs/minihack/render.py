@@ -24,7 +24,7 @@ _LAST_THING = 64  # dungeon features and traps; above are rays and flashes
 NOTHING, THING, MASS = 0, 1, 2
 
 
-def _classes() -> tuple[np.ndarray, np.ndarray]:
+def _classes() -> tuple[np.ndarray, bytes]:
     """Per glyph: whether it is worth a word, and whether a step onto it looks possible."""
     glyphs = np.arange(nethack.MAX_GLYPH)
     cmap = np.where(nethack.glyph_is_cmap(glyphs), glyphs - nethack.GLYPH_CMAP_OFF, -1)
@@ -35,7 +35,7 @@ def _classes() -> tuple[np.ndarray, np.ndarray]:
     open_ = ~np.isin(cmap, [*_WALLS, *_CLOSED_DOORS, _BARS, _TREE, *_LIQUIDS])
     open_[_boulders()] = False
     open_[nethack.glyph_is_monster(glyphs)] = False
-    return kind, open_
+    return kind, open_.tobytes()
 
 
 def _boulders() -> list[int]:
@@ -80,42 +80,44 @@ def things(
     `glyphs` i16[21, 79], `descriptions` u8[21, 79, 80]. Of an area (water, lava, ice, trees, bars) only the
     nearest square stands, with the number of squares in its name.
     """
-    kinds = _KIND[glyphs]
-    kinds[row, column] = NOTHING
-    rows, columns = np.nonzero(kinds == THING)
-    far = np.maximum(abs(rows - row), abs(columns - column))
-    order = np.argsort(far, kind="stable")
-    more = max(0, len(order) - most)
-    seen = [
-        (
-            int(far[i]),
-            text_of(descriptions[rows[i], columns[i]]),
-            int(rows[i]) - row,
-            int(columns[i]) - column,
-        )
-        for i in order[:most]
-    ]
-    masses = np.argwhere(kinds == MASS)
+    width = glyphs.shape[1]
+    kinds = _KIND.take(glyphs.ravel())
+    kinds[row * width + column] = NOTHING
+    seen = []
+    for at in (kinds == THING).nonzero()[0].tolist():
+        r, c = divmod(at, width)
+        seen.append((max(abs(r - row), abs(c - column)), r, c, 1))
+    seen.sort()
+    more = max(0, len(seen) - most)
+    del seen[most:]
+    masses = (kinds == MASS).nonzero()[0]
     if len(masses):
-        which = glyphs[masses[:, 0], masses[:, 1]]
-        away = np.maximum(abs(masses[:, 0] - row), abs(masses[:, 1] - column))
-        for glyph in np.unique(which):
-            of_it = which == glyph
-            r, c = masses[of_it][np.argmin(away[of_it])]
-            count = int(of_it.sum())
-            name = text_of(descriptions[r, c]) + (f" ({count} squares, the nearest)" if count > 1 else "")
-            seen.append((int(away[of_it].min()), name, int(r) - row, int(c) - column))
-        seen.sort(key=lambda s: s[0])
-    return [(name, r, c) for _, name, r, c in seen if name], more
+        rows, columns = np.divmod(masses, width)
+        far = np.maximum(abs(rows - row), abs(columns - column))
+        which = glyphs[rows, columns]
+        for glyph in sorted(set(which.tolist())):
+            squares = (which == glyph).nonzero()[0]
+            i = squares[far[squares].argmin()]
+            seen.append((int(far[i]), int(rows[i]), int(columns[i]), len(squares)))
+        seen.sort()
+    named = []
+    for _, r, c, count in seen:
+        name = text_of(descriptions[r, c])
+        if name:
+            area = f" ({count} squares, the nearest)" if count > 1 else ""
+            named.append((name + area, r - row, c - column))
+    return named, more
 
 
 def ways(glyphs: np.ndarray, row: int, column: int) -> list[str]:
     """Directions in which a step looks possible: no wall, closed door, boulder, monster or liquid there."""
     found = []
+    top, left = max(row - 1, 0), max(column - 1, 0)
+    near = glyphs[top : row + 2, left : column + 2].tolist()
     for name, dr, dc in _AROUND:
-        r, c = row + dr, column + dc
-        if 0 <= r < glyphs.shape[0] and 0 <= c < glyphs.shape[1]:
-            glyph = int(glyphs[r, c])
+        r, c = row + dr - top, column + dc - left
+        if 0 <= r < len(near) and 0 <= c < len(near[0]):
+            glyph = near[r][c]
             if _OPEN[glyph] and not (dr and dc and glyph in _OPEN_DOOR_GLYPHS):  # no diagonals through doors
                 found.append(name)
     return found
@@ -123,18 +125,19 @@ def ways(glyphs: np.ndarray, row: int, column: int) -> list[str]:
 
 def map_of(chars: np.ndarray) -> str:
     """The map, u8[21, 79], cut to what is drawn."""
-    drawn = chars != 32
-    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
-    if not len(rows):
+    text, width = chars.tobytes().decode("latin-1"), chars.shape[1]
+    lines = [text[at : at + width].rstrip() for at in range(0, len(text), width)]
+    drawn = [i for i, line in enumerate(lines) if line]
+    if not drawn:
         return ""
-    part = chars[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    return "\n".join(line.tobytes().decode("latin-1").rstrip() for line in part)
+    left = min(len(lines[i]) - len(lines[i].lstrip()) for i in drawn)
+    return "\n".join(line[left:] for line in lines[drawn[0] : drawn[-1] + 1])
 
 
 def inventory_of(letters: np.ndarray, names: np.ndarray) -> list[str]:
     """ "a: a +0 dagger (weapon in hand)"; `letters` u8[55], `names` u8[55, 80]."""
-    count = int(np.argmin(letters != 0)) if not letters.all() else len(letters)
-    return [f"{chr(letters[i])}: {text_of(names[i])}" for i in range(count)]
+    held = letters.tobytes().split(b"\0", 1)[0].decode("latin-1")
+    return [f"{letter}: {text_of(names[i])}" for i, letter in enumerate(held)]
 
 
 _HUNGER = ("satiated", "", "hungry", "weak from hunger", "fainting", "fainted", "starved")
@@ -203,13 +206,20 @@ def tokens(text: str) -> int:
     return count
 
 
+def _named(name: str) -> str:
+    """With an article, for the beginning of a sentence: "An apple", "The minotaur"."""
+    return name[0].upper() + name[1:] if name.split()[0] in ("a", "an", "the") else f"The {name}"
+
+
 def compact(
     stairs_wanted: bool, seen: Sequence[tuple[str, int, int]], open_ways: Sequence[str], said: str, limit: int
 ) -> str:
     """As much as `limit` tokens hold, in this order: the staircase down, the nearest things, what the game
     says, and where a step looks possible. With the staircase in sight only things that fit follow it."""
     stairs = [(r, c) for name, r, c in seen if name == "staircase down"]
-    others = [f"The {n} is {where(r, c)}." for n, r, c in seen if n not in ("staircase down", "staircase up")]
+    others = [
+        f"{_named(n)} is {where(r, c)}." for n, r, c in seen if n not in ("staircase down", "staircase up")
+    ]
     free = f"Free: {', '.join(open_ways)}." if open_ways else "Nothing is free."
     if stairs:
         sentences = [f"The staircase is {where(*stairs[0])}.", *others[:1]]
