@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from metagym.agents.prompts import first_then
+from metagym.agents.prompts import first_action, first_then
 from metagym.episode import Agent
 from metagym.errors import FormatError
 
@@ -48,8 +48,7 @@ def plain(
 
 def parse(reply: str) -> str:
     """The first line with anything in it, without quotes around it. Raises FormatError if there is none."""
-    for line in reply.splitlines():
-        action = line.strip().strip("`\"'").strip()
-        if action:
-            return action
-    raise FormatError(f"There was no action in your reply. {FORMAT}")
+    action = first_action(reply.splitlines())
+    if action is None:
+        raise FormatError(f"There was no action in your reply. {FORMAT}")
+    return action

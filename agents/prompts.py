@@ -1,6 +1,6 @@
-"""What the prompts of all agents have in common."""
+"""What the prompts and the parsing of all agents have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -19,3 +19,22 @@ def first_then(
         format if first else "",
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def first_action(lines: Iterable[str]) -> str | None:
+    """The first line that is neither blank nor a code fence, without quotes around it; None if none is."""
+    for line in lines:
+        action = unquoted(line)
+        if action and not action.startswith("```"):
+            return action
+    return None
+
+
+def unquoted(text: str) -> str:
+    """The text without blanks and quotes around it; quotes that are part of it, as in `say "hi"`, stay."""
+    text = text.strip()
+    for quote in ("**", "`", '"', "'"):
+        inside = text[len(quote) : -len(quote)]
+        if len(text) >= 2 * len(quote) and text == quote + inside + quote and quote not in inside:
+            return unquoted(inside)
+    return text

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from metagym.agents.prompts import first_then
+from metagym.agents.prompts import first_action, first_then
 from metagym.episode import Agent
 from metagym.errors import FormatError
 
@@ -17,7 +17,7 @@ FORMAT = (
     "Think in a sentence, then act. Reply in two lines:\nThought: what you make of it\nAction: one action"
 )
 
-_ACTION = re.compile(r"^[ \t>*_#-]*action[ \t*_]*:(.*)$", re.IGNORECASE | re.MULTILINE)
+_ACTION = re.compile(r"^[ \t>*_#-]*action[ \t*_]*:[*_]*(.*)$", re.IGNORECASE | re.MULTILINE)
 
 
 def react(
@@ -67,8 +67,7 @@ def parse(reply: str) -> str:
             'Your reply had no line that begins with "Action:". End it with: Action: one action'
         )
     last = found[-1]
-    for line in (last.group(1), *reply[last.end() :].splitlines()):
-        action = line.strip().strip("*`\"'").strip()
-        if action:
-            return action
-    raise FormatError('There was nothing after "Action:". Name one action there.')
+    action = first_action((last.group(1), *reply[last.end() :].splitlines()))
+    if action is None:
+        raise FormatError('There was nothing after "Action:". Name one action there.')
+    return action

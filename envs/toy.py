@@ -179,7 +179,7 @@ class ToyEnv(TextEnv):
         max_turns: after which the episode is truncated; None: 4 per round.
 
     The task determines what each round offers; the seed the order in which things are shown, and where coins
-    lie. An action is one of `admissible` or a thing's name alone; anything else is answered and costs a turn.
+    lie. An action is one of `admissible`, with or without verb; anything else is answered and costs a turn.
     `info["action"]` is what was done, None if nothing was. Success: every round right.
     """
 
@@ -239,7 +239,8 @@ class ToyEnv(TextEnv):
     def _act(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
         said = _words(action)
         things = self._shown[self._round].things
-        thing = next((t for t in things if said in ((t,), _words(self._phrase(t)))), None)
+        phrases = {t: _words(self._phrase(t)) for t in things}
+        thing = next((t for t, whole in phrases.items() if said in (whole, whole[1:], (t,))), None)
         if thing is None:
             return self._look("That is not possible."), 0.0, False, False, self._outcome(None)
         done = self._phrase(thing)
