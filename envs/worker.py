@@ -160,7 +160,7 @@ class _Nursery:
             raise WorldError(f"the process that starts workers of {module} did not start: {error}") from error
         if problem:
             self.close()
-            raise WorldError(f"workers of {module} can't be started, because its import failed:\n{problem}")
+            raise ImportError(f"{module} can't be imported in a worker:\n{problem}")
 
     def _read(self, size: int) -> bytes:
         data = b""
@@ -293,7 +293,8 @@ class Worker(Live):
         """`object.method(*args)` over there. Arguments and result must pickle.
 
         Raises InputError as the object does, WorldError if it raises anything else, dies or is late; then
-        the object is lost, and the next call makes a new one in a new process.
+        the object is lost, and the next call makes a new one in a new process. ImportError if the module
+        can't be imported there.
         """
         try:
             if self._process is None or self._process.owner != os.getpid():

@@ -9,6 +9,7 @@ import numpy as np
 
 from metagym.envs import worker
 from metagym.envs.minihack import actions, catalog
+from metagym.envs.minihack.frame import Frame
 from metagym.errors import InputError, MetaGymError, MissingExtraError, UnknownNameError, WorldError
 from metagym.text_env import NumberedTasks, TextEnv
 from metagym.types import Task
@@ -158,7 +159,7 @@ class MiniHackEnv(TextEnv):
         end = "limit" if truncated else frame.end
         return frame.observation, frame.reward, frame.end is not None, truncated, self._facts(frame, end)
 
-    def _facts(self, frame: Any, end: str | None) -> Mapping[str, Any]:
+    def _facts(self, frame: Frame, end: str | None) -> Mapping[str, Any]:
         return {
             "success": end == "success",
             "admissible": frame.admissible,
@@ -168,14 +169,16 @@ class MiniHackEnv(TextEnv):
             "end": end,
         }
 
-    def _call(self, method: str, *args: Any) -> Any:
-        if self._isolate:
-            return self._worker.call(method, *args)
-        if self._game is None:
-            self._game = _in_process(self._game_kwargs)
-            weakref.finalize(self, self._game.close)
+    def _call(self, method: str, *args: Any) -> Frame:
         try:
+            if self._isolate:
+                return self._worker.call(method, *args)
+            if self._game is None:
+                self._game = _in_process(self._game_kwargs)
+                weakref.finalize(self, self._game.close)
             return getattr(self._game, method)(*args)
+        except ImportError as error:  # there, but broken
+            raise MissingExtraError("metagym/MiniHack-v0", "minihack", error) from error
         except MetaGymError:
             raise
         except Exception as error:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -26,24 +26,13 @@ with warnings.catch_warnings():
     import nle.nethack.nethack as nle_nethack
 
 from metagym.envs.minihack import actions, render
+from metagym.envs.minihack.frame import Frame
 from metagym.errors import InputError
 
 _MAX_GAMES = 4  # NetHacks kept for types played lately, 3.5 MB each
 _NO_LIMIT = 1 << 60
-_SPACE = 32
+_SHOWN = 40  # actions that feedback lists
 _making = threading.Lock()
-
-
-class Frame(NamedTuple):
-    """What a reset or step gives. Plain data: it crosses a process boundary."""
-
-    observation: str
-    reward: float
-    end: str | None  # None while it goes on; "success", "failure" or "death"
-    action: str | None  # what was done, in canonical words; None: nothing
-    admissible: list[str]
-    message: str  # all that the game said, whatever the observation shows of it
-    limit: int  # MiniHack's own step limit
 
 
 class _MiniGrid:
@@ -150,14 +139,15 @@ class Game:
                 code = ord(text.strip())
             options = [actions.CANONICAL[c] for c in self._allowed]
             allowed = code is not None and (code in self._allowed or (asked and code in self._own))
-            found = (actions.CANONICAL[code], code) if allowed and code is not None else None
-            if found is None and code is not None and code not in self._own and len(options) > 12:
-                options = [*options[:12], "..."]
+            found = (
+                (actions.CANONICAL.get(code, text.strip()), code) if allowed and code is not None else None
+            )
         if found is None:
             shown = text.strip() if len(text.strip()) <= 40 else text.strip()[:40] + "..."
             kept, self._recorder.said = self._recorder.said, []
             what = "is no answer to that" if asked is not None and asked.answers else "is not an action here"
-            feedback = f'"{shown}" {what}. Possible: {", ".join(options)}.'
+            rest = f" and {len(options) - _SHOWN} more" if len(options) > _SHOWN else ""
+            feedback = f'"{shown}" {what}. Possible: {", ".join(options[:_SHOWN])}{rest}.'
             frame = self._frame(0.0, None, None, feedback, "")
             self._recorder.said = kept
             return frame

@@ -1,5 +1,6 @@
 """MiniHack through real NLE, in this process and in workers."""
 
+import concurrent.futures
 import contextlib
 import functools
 import os
@@ -515,6 +516,60 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(tmp_path, monkeypatch)
     (tmp_path / "metagym-nle-1-1").symlink_to(tmp_path / "nle1234")
     assert worker.sweep("nle") == [directory]
     assert {p.name for p in tmp_path.iterdir()} == {*others, "metagym-nle-1-1"}
+
+
+def test_a_lost_nursery_is_replaced():
+    with make() as env, make() as other:
+        first = env.reset(seed=0)
+        other.reset(seed=0)
+        nursery = env._worker._process.nursery
+        nursery._process.kill()
+        nursery._process.wait()
+        for each in (env, other):
+            with pytest.raises(WorldError, match=r"died during step\(\)"):
+                each.step("north")
+            assert each.reset(seed=0) == first
+
+
+def test_an_interrupted_call_leaves_no_answer_behind(monkeypatch):
+    with make() as env:
+        first = env.reset(seed=0)
+
+        def interrupt(timeout):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(env._worker._process.connection, "poll", interrupt, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            env.step("north")
+        assert env.reset(seed=0) == first
+
+
+def test_envs_of_many_threads_and_of_a_forked_child():
+    with contextlib.ExitStack() as stack:
+        envs = [stack.enter_context(make()) for _ in range(6)]
+        task = envs[0].tasks[5].id
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            streams = list(pool.map(lambda env: play(env, task, MOVES * 3), envs))
+        assert all(stream == streams[0] for stream in streams)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forks with threads
+            child = os.fork()
+        if child == 0:
+            same = play(envs[0], task, MOVES * 3) == streams[0]
+            envs[0].close()
+            worker._clean_up()
+            os._exit(0 if same else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert play(envs[0], task, MOVES * 3) == streams[0]
+
+
+def test_the_owner_imports_no_nethack():
+    code = (
+        "import sys; from metagym.envs.minihack import MiniHackEnv; env = MiniHackEnv(types='Room-5x5'); "
+        "env.reset(seed=0); env.step('north'); env.close(); "
+        "sys.exit(any(name.partition('.')[0] in ('nle', 'minihack', 'jax') for name in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- as a gymnasium environment ------------------------------------------------------------------------
