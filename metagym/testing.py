@@ -435,6 +435,7 @@ def _check_tasks(env: gym.Env[Any, Any], count: int) -> list[str]:
                 world.task(task.id) == task, f"task({task.id!r}) is {world.task(task.id)!r}, not {task!r}"
             )
         _raises(InputError, lambda: world.task("no such task"), "an unknown task")
+        env.reset()  # the checker that gym.make wraps around an env needs a first reset that works
         _raises(InputError, lambda: env.reset(options={"task": "no such task"}), "reset to an unknown task")
         _raises(InputError, lambda: env.reset(options={"no such option": 1}), "an unknown reset option")
     return [task.id for task in found]
