@@ -2,6 +2,7 @@
 
 from metagym.models.errors import ModelError
 from metagym.models.llama import Cache, Llama, ModelConfig, init_cache, make_policy
+from metagym.models.loading import load, save
 from metagym.models.sharding import batch_sharding, make_mesh, param_shardings
 
 __all__ = [
@@ -11,7 +12,9 @@ __all__ = [
     "ModelError",
     "batch_sharding",
     "init_cache",
+    "load",
     "make_mesh",
     "make_policy",
     "param_shardings",
+    "save",
 ]

@@ -163,7 +163,7 @@ def packed_attention(
     B, L, K, _, h = q.shape
     assert k.shape == v.shape == (B, L, K, h), (q.shape, k.shape, v.shape)
     assert segments.shape == (B, L), (q.shape, segments.shape)
-    block = min(BLOCK, -(-L // 16) * 16)
+    block = BLOCK
     pad = -L % block
     q = jnp.transpose(q * h**-0.5, (0, 2, 3, 1, 4))
     k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k, v))

@@ -1,0 +1,310 @@
+"""Weights in and out: Hugging Face directories, hub ids and packaged models.
+
+model, directory = load("smollm2-135m")
+save(model, "out", source=directory)
+"""
+
+import difflib
+import functools
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from metagym.models import sharding
+from metagym.models.errors import ModelError
+from metagym.models.llama import Llama, ModelConfig
+from metagym.models.packaged import PACKAGED, packaged_directory
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+SHARD_BYTES = 5_000_000_000  # of a saved file, as transformers does
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def load(name: str | Path, *, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[Llama, Path]:
+    """A model with its weights, and the Hugging Face directory that they, the tokenizer and the template are
+    in.
+
+    `name`: a packaged model ("smollm2-135m"), a directory with config.json and safetensors, or a hub id
+    "owner/name". `dtype` is what the parameters are kept in; training wants f32. With a mesh each device
+    reads only its own shards. Raises ModelError if there is no such model, or its files are not a whole Llama
+    model.
+    """
+    directory = resolve(name)
+    config = ModelConfig.from_file(directory / "config.json")
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Llama(config)))
+    one = SingleDeviceSharding(jax.devices()[0])
+    shardings = sharding.param_shardings(shapes, mesh) if mesh else jax.tree.map(lambda _: one, shapes)
+    recipes = _recipes(config)
+    with _Reader(directory) as reader:
+        reader.check(config)
+
+        def leaf(path: Any, shape: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
+            recipe = recipes[".".join(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))]
+            return jax.make_array_from_callback(
+                shape.shape, where, lambda index: recipe.read(reader.slice, index or ()).astype(dtype)
+            )
+
+        params = jax.tree_util.tree_map_with_path(leaf, shapes, shardings)
+    return nnx.merge(graphdef, params), directory
+
+
+def resolve(name: str | Path) -> Path:
+    """The local directory of a model; see `load`. Fetches or converts it if need be."""
+    if (text := str(name)) in PACKAGED:
+        return packaged_directory(text)
+    if (path := Path(name).expanduser()).is_dir():
+        return path
+    if _HUB_ID.fullmatch(text) and not path.exists():
+        return _from_hub(text)
+    known = sorted(PACKAGED)
+    near = difflib.get_close_matches(text, known, n=1)
+    raise ModelError(
+        f"unknown model {text!r}. Did you mean {(near or known)[0]!r}? Known: {', '.join(known)}; "
+        "a directory in Hugging Face layout or a hub id 'owner/name' works too."
+    )
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        wanted = ["*.safetensors", INDEX, "config.json", *SIDE_FILES]
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as e:  # the client raises errors of its HTTP library and of its own
+        raise ModelError(
+            f"cannot fetch {name!r} from the Hugging Face hub ({type(e).__name__}: {e}). Check the id and "
+            f"the connection, or pass a local directory; packaged: {', '.join(sorted(PACKAGED))}"
+        ) from e
+
+
+# How parameters are made of tensors
+
+
+Read = Callable[[str, tuple[slice, ...]], np.ndarray]  # (tensor, part of it)
+Index = tuple[slice, ...]
+
+
+class _Recipe(NamedTuple):
+    """Between one parameter and its Hugging Face tensors. `names` are the tensors of one layer ("{}" is its
+    number); `join` makes the layer's parameter of them, `split` undoes it. Not stacked: one tensor, as it
+    is."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layers: int = 0
+    join: Callable[..., np.ndarray] | None = None
+    split: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None
+
+    def read(self, read: Read, index: Index) -> np.ndarray:
+        if self.join is None:
+            return read(self.names[0], index)
+        layers = range(self.layers)[index[0]]
+        return np.stack([self.join(*(read(n.format(i), ()) for n in self.names))[index[1:]] for i in layers])
+
+
+def _recipes(c: ModelConfig) -> dict[str, _Recipe]:
+    """By the parameter's path in the module."""
+    D, F, V, h = c.hidden_size, c.intermediate_size, c.vocab_size, c.head_dim
+    H, K, G, N = c.num_attention_heads, c.num_key_value_heads, c.groups, c.num_hidden_layers
+
+    def join_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        return np.concatenate([x.T.reshape(D, K, -1) for x in (q, k, v)], axis=-1)
+
+    def split_qkv(w: np.ndarray) -> list[np.ndarray]:
+        return [x.reshape(D, -1).T for x in np.split(w, [G * h, (G + 1) * h], axis=-1)]
+
+    def stacked(names: str | tuple[str, ...], shapes: Any, join: Any, split: Any) -> _Recipe:
+        names = (names,) if isinstance(names, str) else names
+        return _Recipe(tuple(f"model.layers.{{}}.{n}.weight" for n in names), shapes, N, join, split)
+
+    norm = ((D,),), lambda w: w, lambda w: [w]
+    recipes = {
+        "embed": _Recipe(("model.embed_tokens.weight",), ((V, D),)),
+        "layers.attn_norm": stacked("input_layernorm", *norm),
+        "layers.qkv": stacked(
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ((H * h, D), (K * h, D), (K * h, D)),
+            join_qkv,
+            split_qkv,
+        ),
+        "layers.out": stacked(
+            "self_attn.o_proj",
+            ((D, H * h),),
+            lambda w: w.T.reshape(K, G * h, D),
+            lambda w: [w.reshape(H * h, D).T],
+        ),
+        "layers.mlp_norm": stacked("post_attention_layernorm", *norm),
+        "layers.gate_up": stacked(
+            ("mlp.gate_proj", "mlp.up_proj"),
+            ((F, D), (F, D)),
+            lambda gate, up: np.stack([gate.T, up.T], axis=1),
+            lambda w: [w[:, 0].T, w[:, 1].T],
+        ),
+        "layers.down": stacked("mlp.down_proj", ((D, F),), lambda w: w.T, lambda w: [w.T]),
+        "norm": _Recipe(("model.norm.weight",), ((D,),)),
+    }
+    if not c.tie_word_embeddings:
+        recipes["head"] = _Recipe(("lm_head.weight",), ((V, D),))
+    return recipes
+
+
+# Reading
+
+
+class _Reader:
+    """The safetensors of a directory, opened lazily, read in slices."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.files: dict[str, Any] = {}
+        self.where: dict[str, Path] = {}  # tensor -> file
+        if (index := directory / INDEX).is_file():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+                self.where = {tensor: directory / file for tensor, file in weight_map.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as e:
+                raise ModelError(f"{index} is no safetensors index with a 'weight_map': {e!r}") from e
+            for file in sorted(set(self.where.values())):
+                self._open(file)
+        else:
+            single = directory / SINGLE
+            self.where = dict.fromkeys(self._open(single).keys(), single)
+
+    def _open(self, path: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            handle = self.files[str(path)] = safe_open(path, framework="np")
+        except FileNotFoundError:
+            also = " (PyTorch .bin files are not read)" if list(self.directory.glob("*.bin")) else ""
+            raise ModelError(f"{path} does not exist{also}") from None
+        except (SafetensorError, OSError) as e:
+            raise ModelError(f"{path} is broken or truncated: {e}. Fetch or write it again.") from e
+        return handle
+
+    def _slice(self, tensor: str) -> Any:
+        from safetensors import SafetensorError
+
+        if tensor not in self.where:
+            raise ModelError(f"{self.directory}: the tensor {tensor!r} is in none of its files")
+        path = self.where[tensor]
+        try:
+            return self.files[str(path)].get_slice(tensor)
+        except SafetensorError:
+            raise ModelError(f"{path}: the tensor {tensor!r} is missing; {INDEX} says it is there") from None
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises ModelError unless every tensor of such a model is there in its shape."""
+        for recipe in _recipes(config).values():
+            for name, shape in zip(recipe.names, recipe.shapes, strict=True):
+                for i in range(recipe.layers or 1):
+                    tensor = name.format(i)
+                    found = self._slice(tensor)
+                    problem = None
+                    if tuple(found.get_shape()) != shape:
+                        problem = f"has shape {tuple(found.get_shape())}; config.json asks for {shape}"
+                    elif found.get_dtype() not in ("F32", "F16", "BF16", "F64"):
+                        problem = f"is {found.get_dtype()}; quantised weights are not supported"
+                    if problem:
+                        raise ModelError(f"{self.where[tensor]}: the tensor {tensor!r} {problem}")
+
+    def slice(self, tensor: str, index: Index) -> np.ndarray:
+        found = self._slice(tensor)
+        return np.asarray(found[index or slice(None)])
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.clear()
+
+
+# Writing
+
+
+def save(
+    model: Llama, directory: str | Path, *, source: str | Path | None = None, dtype: Any = jnp.float32
+) -> Path:
+    """Writes `model` as a Hugging Face directory, which transformers and SGLang load; returns it.
+
+    `source` is the directory whose tokenizer, template and generation config go along. `dtype` is the type of
+    the saved weights. The directory appears whole or not at all. Raises FileExistsError if it exists already.
+    """
+    from safetensors.numpy import save_file
+
+    target = Path(directory)
+    if target.exists():
+        raise FileExistsError(f"{target} exists already; save to a new directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        files: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
+        size = 0
+        item = np.dtype(dtype).itemsize
+        for name, shape, read in _tensors(model):
+            nbytes = int(np.prod(shape)) * item
+            if files[-1] and size + nbytes > SHARD_BYTES:
+                files.append([])
+                size = 0
+            size += nbytes
+            files[-1].append((name, read))
+        weight_map: dict[str, str] = {}
+        for i, tensors in enumerate(files):
+            file = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+            content = {name: np.ascontiguousarray(read().astype(dtype)) for name, read in tensors}
+            save_file(content, work / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(content, file)
+        if len(files) > 1:
+            (work / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
+        config = {**model.config.to_dict(), "torch_dtype": np.dtype(dtype).name}
+        if source is not None:
+            old = json.loads((Path(source) / "config.json").read_text())
+            config |= {k: v for k, v in old.items() if k.endswith("_token_id")}
+            for file in SIDE_FILES:
+                if (Path(source) / file).is_file():
+                    shutil.copyfile(Path(source) / file, work / file)
+        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        work.chmod(0o755)
+        work.rename(target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return target
+
+
+def _tensors(model: Llama) -> list[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
+    """(Hugging Face name, shape, how to get it) of every tensor, in layer order."""
+    c = model.config
+    params = {
+        ".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
+    recipes = _recipes(c)
+
+    def read(path: str, i: int, part: int) -> np.ndarray:
+        split = recipes[path].split
+        return np.asarray(params[path]) if split is None else split(np.asarray(params[path][i]))[part]
+
+    return [
+        (name.format(i), shape, functools.partial(read, path, i, part))
+        for path, recipe in recipes.items()
+        for i in range(recipe.layers or 1)
+        for part, (name, shape) in enumerate(zip(recipe.names, recipe.shapes, strict=True))
+    ]
