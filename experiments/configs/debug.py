@@ -19,13 +19,14 @@ def get_config():
     config.world.types = ("doors-red", "food-apple")
     config.agent.template = "{observation}\nAction:"
     config.sampling.max_tokens = 4
-    config.sampling.context = 128
+    config.sampling.context = 512
 
     config.groups_per_step = 2
     config.group_size = 2
     config.max_workers = 4
+    config.mesh.fsdp = 1
     config.batch.rows = 2
-    config.batch.length = 256
+    config.batch.length = 512
     config.model.chunk = 64
     config.engine.slots = 4
 

@@ -1,0 +1,248 @@
+"""From a config to the parts of a run: small functions, each reads its own section of the config.
+
+Whatever a config can get wrong is an InputError here, before anything is trained.
+"""
+
+import dataclasses
+import inspect
+import json
+import math
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+import metagym.agents
+from metagym.episode import Agent, run
+from metagym.errors import InputError, MetaGymError, UnknownNameError
+from metagym.experiments.config import Config
+from metagym.models import Llama, ModelConfig, ModelError, load, make_mesh, save
+from metagym.protocols import Backend
+from metagym.proxy.backends.embedded import EmbeddedBackend
+from metagym.proxy.render import Renderer
+from metagym.proxy.session import Session
+from metagym.rl import algorithms
+from metagym.rl.rollouts import Episode, Request
+from metagym.rl.train_step import make_optimizer
+from metagym.rl.types import Algorithm
+from metagym.types import Sampling, Trajectory
+
+AGENTS = {name: getattr(metagym.agents, name) for name in metagym.agents.__all__}
+ALGORITHMS = {
+    name: function
+    for name, function in vars(algorithms).items()
+    if inspect.isfunction(function) and function.__module__ == algorithms.__name__
+}
+DTYPES = ("float32", "bfloat16")
+
+
+def call(what: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function with a mapping of the config. Raises InputError for a name that it does not take."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
+    for name in kwargs:
+        if name not in known:
+            raise UnknownNameError(f"argument of {what}", name, known)
+    try:
+        return function(**kwargs)
+    except TypeError as error:  # a missing argument, or one of a wrong type
+        raise InputError(f"{what}: {error}") from error
+
+
+def pick(kind: str, name: str, table: Mapping[str, Any]) -> Any:
+    if name not in table:
+        raise UnknownNameError(kind, name, table)
+    return table[name]
+
+
+def dtype(name: str) -> Any:
+    if name not in DTYPES:
+        raise UnknownNameError("dtype", name, DTYPES)
+    return jnp.dtype(name)
+
+
+def plain(value: Any) -> dict[str, Any]:
+    """A section of a config as a dict of plain values."""
+    return value.to_dict()
+
+
+def build_mesh(config: Config) -> Mesh:
+    """The mesh of a config: as many devices as its axes need, all of them where one axis is -1."""
+    shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    wanted = math.prod(shape)
+    try:
+        return make_mesh(shape, devices=jax.devices()[:wanted] if wanted > 0 else None)
+    except ValueError as error:
+        raise InputError(f"config.mesh: {error}.") from error
+
+
+def build_model(config: Config, mesh: Mesh, workdir: Path) -> tuple[Llama, Path]:
+    """The model, and the folder with its tokenizer and configuration."""
+    try:
+        if config.model.name == "random":
+            directory = random_model(workdir / "random_model", config.seed)
+            return load(str(directory), mesh=mesh)[0], directory
+        model, directory = load(config.model.name, mesh=mesh)
+        return model, Path(directory)
+    except (ModelError, FileNotFoundError) as error:
+        raise InputError(f"config.model.name = {config.model.name!r}: {error}") from error
+
+
+def random_model(directory: Path, seed: int) -> Path:
+    """Writes a tiny Llama of random weights with a tokenizer of bytes and a ChatML template."""
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    shape = ModelConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    shutil.rmtree(directory, ignore_errors=True)
+    save(Llama(shape, seed=seed), directory)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    about = {"eos_token": "<|im_end|>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    return directory
+
+
+def build_renderer(config: Config, directory: Path) -> Renderer:
+    return Renderer.from_dir(directory, config.model.chat_template or None)
+
+
+def build_backend(config: Config, model: Llama) -> EmbeddedBackend:
+    return EmbeddedBackend(
+        model,
+        slots=config.engine.slots,
+        context=config.sampling.context,
+        page_size=config.engine.page_size,
+        num_pages=config.engine.num_pages or None,
+        seed=config.seed,
+        dtype=dtype(config.model.engine_dtype),
+    )
+
+
+def build_algorithm(config: Config) -> Algorithm:
+    name = config.algorithm.name
+    return call(f"algorithm {name}", pick("algorithm", name, ALGORITHMS), plain(config.algorithm.args))
+
+
+def build_optimizer(config: Config) -> optax.GradientTransformation:
+    o = config.optimizer
+    rate = optax.linear_schedule(0.0, o.learning_rate, o.warmup_steps) if o.warmup_steps else o.learning_rate
+    return make_optimizer(
+        rate, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, max_norm=o.clip_norm
+    )
+
+
+def build_agent(config: Config) -> Agent:
+    a = config.agent
+    given = {"system": a.system or None, "prefix": a.prefix, "history": a.history, **plain(a.args)}
+    agent = call(f"agent {a.kind}", pick("agent", a.kind, AGENTS), given)
+    if not a.template:
+        return agent
+    if "{observation}" not in a.template:
+        raise InputError(f"config.agent.template has no {{observation}} in it: {a.template!r}.")
+    template = a.template
+
+    def prompt(observation: str, info: Mapping[str, Any], turn: int) -> str:
+        return template.replace("{observation}", observation)
+
+    return dataclasses.replace(agent, prompt=prompt)
+
+
+def build_env(config: Config, **override: Any) -> gym.Env[str, str]:
+    """The world of a config; `override` replaces arguments of `gymnasium.make`. Raises InputError."""
+    world = config.world
+    kwargs = {"split": world.split, "types": world.types or None, **plain(world.kwargs), **override}
+    try:
+        return gym.make(world.id, **kwargs)
+    except MetaGymError:
+        raise
+    except gym.error.UnregisteredEnv as error:
+        ours = [id for id in gym.registry if id.startswith("metagym/")]
+        raise UnknownNameError("env", world.id, ours) from error
+    except (TypeError, gym.error.Error) as error:
+        raise InputError(f"{world.id}: {error}") from error
+
+
+class EnvPool:
+    """Envs that are made when needed and used again: as many as there are episodes at the same time."""
+
+    def __init__(self, make: Callable[[], gym.Env[str, str]]):
+        self._make = make
+        self._free: queue.SimpleQueue[gym.Env[str, str]] = queue.SimpleQueue()
+        self._all: list[gym.Env[str, str]] = [make()]  # so that a wrong config fails here
+        self._free.put(self._all[0])
+        self._lock = threading.Lock()
+
+    @property
+    def tasks(self) -> Any:
+        """The tasks that the world's arguments selected."""
+        return self._all[0].get_wrapper_attr("tasks")
+
+    def play(self, play: Callable[[gym.Env[str, str]], Trajectory]) -> Trajectory:
+        """Gives an env to a function, and takes it back."""
+        try:
+            env = self._free.get_nowait()
+        except queue.Empty:
+            env = self._make()
+            with self._lock:
+                self._all.append(env)
+        try:
+            return play(env)
+        finally:
+            self._free.put(env)
+
+    def close(self) -> None:
+        for env in self._all:
+            env.close()
+
+
+def build_episode(
+    config: Config, backend: Backend, renderer: Renderer, agent: Agent, pool: EnvPool, *, training: bool
+) -> Episode:
+    """Plays one episode through a session of its own; the trajectory comes with its token traces."""
+    limit = config.agent.max_turns or None
+    given = {
+        "sampling": Sampling(max_tokens=config.sampling.max_tokens),
+        "context": config.sampling.context,
+        "token_budget": config.sampling.token_budget or None,
+        "training": training,
+    }
+
+    def episode(request: Request) -> Trajectory:
+        session = Session(backend, renderer, **given, seed=request.sampling_seed)
+
+        def play(env: gym.Env[str, str]) -> Trajectory:
+            return run(env, session, request.task, seed=request.seed, agent=agent, max_turns=limit)
+
+        try:
+            played = pool.play(play)
+        finally:
+            session.close()
+        return dataclasses.replace(
+            played, traces=session.traces, metrics={**played.metrics, **session.metrics}
+        )
+
+    return episode
