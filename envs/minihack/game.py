@@ -284,4 +284,4 @@ class Game:
 
 
 _ENDS = {"success": "You reached the goal.", "failure": "You failed.", "death": "You died."}
-COMPACT_TOKENS = 19
+COMPACT_TOKENS = 18

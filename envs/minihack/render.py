@@ -202,7 +202,7 @@ def tokens(text: str) -> int:
     for word in text.split():
         core = word.strip(".,;:!?\"'()")
         count += len(word) - len(core)
-        count += 1 + len(core) if core.isdigit() else max(1, -(-len(core) // 6))
+        count += 1 + len(core) if core.isdigit() else core.count("'") + max(1, -(-len(core) // 5))
     return count
 
 
@@ -218,9 +218,11 @@ def compact(
     says, and where a step looks possible. With the staircase in sight only things that fit follow it."""
     stairs = [(r, c) for name, r, c in seen if name == "staircase down"]
     others = [
-        f"{_named(n)} is {where(r, c)}." for n, r, c in seen if n not in ("staircase down", "staircase up")
+        f"{_named(n.partition(' (')[0])} is {where(r, c)}."
+        for n, r, c in seen
+        if n not in ("staircase down", "staircase up")
     ]
-    free = f"Free: {', '.join(open_ways)}." if open_ways else "Nothing is free."
+    free = f"Free: {', '.join(open_ways) or 'nowhere'}." if len(open_ways) < 8 else "Free: all ways."
     if stairs:
         sentences = [f"The staircase is {where(*stairs[0])}.", *others[:1]]
     elif stairs_wanted:

@@ -241,11 +241,9 @@ def test_what_is_seen_agrees_with_the_map():
 
 
 @pytest.mark.parametrize(
-    "kind", ["Room-Random-15x15", "Room-Ultimate-5x5", "KeyRoom-S15", "Eat-Distr", "River-Lava"]
+    "kind", ["Room-Random-15x15", "Room-Ultimate-5x5", "KeyRoom-S15", "Eat-Distr", "Memento-F4"]
 )
 def test_compact_is_short(kind):
-    from metagym.envs.minihack.render import tokens
-
     rng = np.random.default_rng(0)
     with here(types=kind) as env:
         for n in range(5):
@@ -255,7 +253,8 @@ def test_compact_is_short(kind):
                 texts.append(observation)
                 if terminated:
                     break
-            assert all(0 < tokens(t) < 20 for t in texts), texts
+            # Words, digits and punctuation marks: what a vocabulary like SmolLM2's makes one token of.
+            assert all(0 < len(re.findall(r"[^\W\d]+|\d|[^\w\s]", t)) < 20 for t in texts), texts
 
 
 def test_every_message_behind_more_is_kept():
