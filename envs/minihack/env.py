@@ -183,7 +183,8 @@ class MiniHackEnv(TextEnv):
             raise
         except Exception as error:
             game, self._game = self._game, None
-            game.close()
+            if game is not None:
+                game.close()
             raise WorldError(f"the world failed in {method}(): {error!r}") from error
 
 

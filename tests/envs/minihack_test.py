@@ -412,6 +412,15 @@ def test_lost_files_are_a_world_error():
         env.reset(seed=1)
 
 
+def test_a_failure_in_process_is_a_world_error_too(monkeypatch):
+    with here() as env:
+        first = env.reset(seed=0)
+        monkeypatch.setattr(env._game, "step", lambda text: 1 / 0)
+        with pytest.raises(WorldError, match=r"failed in step\(\): ZeroDivisionError"):
+            env.step("north")
+        assert env.reset(seed=0) == first
+
+
 def test_workers_are_recycled_and_close_is_final():
     with make(recycle_after=2) as env:
         pids = []
