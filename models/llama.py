@@ -237,8 +237,10 @@ class Llama(nnx.Module):
         names = ("attn_norm", "qkv", "out", "mlp_norm", "gate_up", "down")
         return {name: getattr(self.layers, name)[...] for name in names}
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
-        return jnp.take(self.embed[...], tokens, axis=0, mode="clip").astype(jnp.float32)
+    def _embed(self, tokens: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+        table = sharding.constrain(self.embed[...], ("vocab", None), mesh)
+        x = jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+        return sharding.constrain(x, ("batch", None, None), mesh)
 
     def _head(self) -> jax.Array:
         return (self.embed if self.head is None else self.head)[...]
@@ -270,7 +272,7 @@ class Llama(nnx.Module):
             attended = packed_attention(q, k, v, segments, dtype=compute_dtype, mesh=mesh)
             return self._finish(w, x, attended, compute_dtype), None
 
-        x, _ = lax.scan(jax.checkpoint(layer, prevent_cse=False), self._embed(tokens), self._stacked())
+        x, _ = lax.scan(jax.checkpoint(layer, prevent_cse=False), self._embed(tokens, mesh), self._stacked())
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
 
     def token_logprobs(
@@ -361,10 +363,14 @@ def _cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible:
 class HasTokens(Protocol):
     """What `make_policy` reads of a batch: i32 `[B, L]` each."""
 
-    tokens: Any
-    targets: Any
-    positions: Any
-    segments: Any
+    @property
+    def tokens(self) -> Any: ...
+    @property
+    def targets(self) -> Any: ...
+    @property
+    def positions(self) -> Any: ...
+    @property
+    def segments(self) -> Any: ...
 
 
 Policy = Callable[[Any, HasTokens], tuple[jax.Array, jax.Array]]
