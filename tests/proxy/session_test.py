@@ -131,10 +131,9 @@ def test_what_extends_nothing_opens_a_branch(renderer):
         ("north<|im_end|>", 1, 1),
         ("east<|im_end|>", 1, 1),
     ]
-    assert [s[:3] for s in spans(renderer, sibling)][1::2] == [
-        ("north<|im_end|>", 1, 0),
-        ("south<|im_end|>", 1, 1),
-    ]
+    shared, own = [s[:3] for s in spans(renderer, sibling)][1::2]
+    assert shared == ("north<|im_end|>", 1, 0)
+    assert own == ("south<|im_end|>", 1, 1)
     assert [s[0] for s in spans(renderer, new) if s[1]] == ["west<|im_end|>"], (
         "rebuilt replies are not sampled"
     )
@@ -160,7 +159,8 @@ def test_a_repeated_request_is_a_sibling_and_shared_spans_train_once(renderer):
 def test_a_template_that_rewrites_history_branches_and_is_counted(model_dir):
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('|')[-1] }}{{ '<|im_end|>\n' }}"
+        "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('|')[-1] }}"
+        "{{ '<|im_end|>\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     renderer = Renderer.from_dir(model_dir, template)
@@ -352,8 +352,8 @@ def test_many_threads(renderer):
     )
 )
 def test_any_edits_keep_prompt_and_trace_equal(renderer, moves):
-    """Random dialogues with drops, retries and edits: the tokens before every sampled span are what the engine
-    was given, and every sampled span is trained once."""
+    """Random dialogues with drops, retries and edits: the tokens before every sampled span are what the
+    engine was given, and every sampled span is trained once."""
     backend = ScriptedBackend(
         lambda prompt: [*(20 + (prompt[-1] * 7 + i) % 300 for i in range(len(prompt) % 3)), END]
     )
