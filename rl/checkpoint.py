@@ -128,6 +128,11 @@ def load(directory: Path, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
     return None
 
 
+def steps(directory: Path) -> list[int]:
+    """The steps that have a checkpoint, newest first, complete or not."""
+    return [int(p.name) for p in _found(directory)]
+
+
 def broken(path: Path) -> str | None:
     """What is wrong with a checkpoint, in a sentence; None if it is complete and every byte as it was
     written."""

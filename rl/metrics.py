@@ -1,12 +1,16 @@
 """What is written down: metrics.jsonl (the record of truth), episodes, TensorBoard; and the numbers
 themselves."""
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
 from metagym.rl.types import Array, Batch
+from metagym.types import TokenTrace, Trajectory
 
 
 def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
@@ -67,3 +71,164 @@ def token_metrics(seen: Iterable[tuple[Batch, Array, Array, Array]]) -> dict[str
     if not np.isnan(ref).all():
         metrics["policy/kl_ref"] = float(np.mean(np.exp(ref - l) - 1 - (ref - l)))
     return metrics | {f"sampler/{name}": value for name, value in distance(o, q).items()}
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl, one line a record, flushed as it is written: `{"step": n, name: value, ...}`.
+
+    NaN and infinities are kept (as Python's json writes them), and named in the record's `nonfinite`. Names
+    that begin with `time/` are what a clock said; everything else of a deterministic run is the same each
+    time.
+    """
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        bad = sorted(name for name, value in values.items() if not math.isfinite(value))
+        _write_line(self._file, {"step": step} | values | ({"nonfinite": bad} if bad else {}))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class EpisodeWriter:
+    """Writes episodes to files of a directory, one line each, flushed as it is written."""
+
+    def __init__(self, directory: Path, *, traces: bool = False):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._traces = directory, traces
+        self._name: str | None = None
+        self._file: IO[str] | None = None
+
+    def write(self, name: str, id: str, trajectory: Trajectory, **more: Any) -> None:
+        """Appends to `<name>.jsonl`. The loop names its files by the step: "000012", and evaluations
+        "eval-000012"."""
+        if name != self._name:
+            self.close()
+            self._name, self._file = name, (self._directory / f"{name}.jsonl").open("a", encoding="utf-8")
+        assert self._file is not None
+        _write_line(self._file, {"id": id} | more | episode_record(trajectory, traces=self._traces))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._name = self._file = None
+
+
+class TensorBoardTracker:
+    """A `Tracker` that writes TensorBoard events, flushed at every step. A run that logged a value that is
+    not finite is flagged: `health/nonfinite` counts them, and a text says which came first.
+
+    After a resume, the first step that is logged replaces what an earlier process wrote from that step on.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._writer: Any = None
+        self.flagged = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._directory), purge_step=step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+        self._writer.add_scalar("health/nonfinite", len(bad), step)
+        if bad and not self.flagged:
+            self.flagged = True
+            self._writer.add_text("flagged", f"step {step}: not finite: {', '.join(bad)}", step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def episode_record(trajectory: Trajectory, *, traces: bool = False) -> dict[str, Any]:
+    """A trajectory as a JSON value; with `traces` its tokens too, log-probs of sampled ones only."""
+    task = trajectory.task
+    record: dict[str, Any] = {
+        "task": task.id,
+        "type": task.type,
+        "split": task.split,
+        "seed": trajectory.seed,
+        "reward": trajectory.reward,
+        "outcome": trajectory.outcome,
+        "stop": str(trajectory.stop),
+        "error": trajectory.error,
+        "metrics": dict(trajectory.metrics),
+        "system": trajectory.system,
+        "turns": [
+            {"observation": t.observation, "reply": t.reply, "action": t.action, "reward": t.reward}
+            for t in trajectory.turns
+        ],
+    }
+    return record | ({"traces": [_trace_record(t) for t in trajectory.traces]} if traces else {})
+
+
+def _trace_record(trace: TokenTrace) -> dict[str, Any]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], trace.sampled, [False]]).astype(np.int8)))
+    return {
+        "kind": trace.kind,
+        "tokens": trace.tokens.tolist(),
+        "sampled": edges.reshape(-1, 2).tolist(),  # [start, end) of each sampled span
+        "trainable": int(trace.trainable.sum()),
+        "logprobs": [float(f"{x:.9g}") for x in trace.logprobs[trace.sampled]],  # nine digits hold every f32
+        "versions": sorted({int(v) for v in trace.version[trace.sampled]}),
+    }
+
+
+def _write_line(file: IO[str], record: Mapping[str, Any]) -> None:
+    file.write(json.dumps(record, default=_plain) + "\n")
+    file.flush()
+
+
+def _plain(value: Any) -> Any:
+    """What json does not know: numpy scalars and arrays as numbers and lists, anything else as its text."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a file that a killed process may have left with half a line at its end; [] if it is
+    absent."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # a whole line ends with a newline
+
+
+def cut_back(workdir: Path, step: int) -> None:
+    """Takes metrics.jsonl and episodes/ back to what had been written when step `step` had ended, and its
+    evaluation had not begun: the records of an evaluation at `step` go too, as it is made again."""
+    path = workdir / "metrics.jsonl"
+    kept = [r for r in read_jsonl(path) if r["step"] < step or (r["step"] == step and not is_evaluation(r))]
+    if path.exists():
+        temporary = path.with_name("metrics.jsonl.tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            for record in kept:
+                _write_line(file, record)
+        temporary.replace(path)
+    for file in (workdir / "episodes").glob("*.jsonl"):
+        kind, _, number = file.stem.rpartition("-")
+        if number.isdigit() and int(number) > step - (kind == "eval"):
+            file.unlink()
+
+
+def is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Whether a record of metrics.jsonl is of an evaluation and not of a training step."""
+    return any(name.startswith("eval/") for name in record)
+
+
+def equal_records(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether two metrics.jsonl say the same, clocks aside."""
+
+    def content(records: Sequence[Mapping[str, Any]]) -> list[str]:
+        return [json.dumps({k: v for k, v in r.items() if not k.startswith("time/")}) for r in records]
+
+    return content(a) == content(b)

@@ -93,8 +93,7 @@ def groups(rng, count=3, size=4, prompt=(1, 5), reply=(1, 4), turns=(1, 3), trac
     ]
 
 
-@pytest.fixture(scope="session")
-def tiny():
+def namespace():
     """The helpers above, as one namespace: tests cannot import each other."""
     return SimpleNamespace(
         VOCAB=VOCAB,
@@ -107,3 +106,8 @@ def tiny():
         trajectory=trajectory,
         groups=groups,
     )
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return namespace()

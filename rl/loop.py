@@ -1,0 +1,368 @@
+"""The training loop: collect, filter, pack, update, push weights, write down, save.
+
+A run directory holds metrics.jsonl, episodes/, checkpoints/. Killed at any moment, a run resumes from its
+newest complete checkpoint: what was written after it is cut back, and the steps are made again. What a step
+does is a function of the checkpoint (state, position in the tasks) and the run's seed, so with a
+deterministic engine and world the resumed run is the unbroken one, bit for bit.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from metagym.errors import InputError, TrainingError
+from metagym.protocols import Backend, Executor, Tracker
+from metagym.rl import checkpoint
+from metagym.rl.advantages import all_equal
+from metagym.rl.batching import Packed, pack
+from metagym.rl.metrics import EpisodeWriter, MetricsWriter, cut_back, is_evaluation, read_jsonl
+from metagym.rl.rollouts import Episode, Request, Rollouts, TaskStream, ThreadExecutor, collect
+from metagym.rl.train_step import Policy, make_train_step, state_shardings
+from metagym.rl.types import Algorithm, TrainState
+from metagym.types import Group, Trajectory
+
+log = logging.getLogger("metagym.train")
+MAX_SKIPPED = 3  # steps in a row whose update was not finite
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was stopped by a signal, and saved. A program exits with 128 + `signum`."""
+
+    def __init__(self, signum: int, step: int):
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}, which is saved")
+        self.signum, self.step = signum, step
+
+
+class StopSignals:
+    """While entered, SIGINT and SIGTERM are asked for instead of suffered: inside `interruptible()` they
+    raise KeyboardInterrupt at once, elsewhere as soon as it is entered next. A second one is not held back.
+
+    Outside the main thread, where Python allows no handlers, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._open = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        again, self.signum = self.signum is not None, signum
+        if again:
+            self._restore()
+        if again or self._open:
+            self._open = False
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Where a signal may raise KeyboardInterrupt."""
+        self._open = True
+        try:
+            if self.signum is not None:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._open = False
+
+
+@dataclasses.dataclass
+class _Progress:
+    """The host's side of a checkpoint."""
+
+    step: int = 0  # training steps finished
+    skipped: int = 0  # of them the last so many had no finite update
+    tasks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def train(
+    *,
+    policy: Policy,
+    state: TrainState,
+    algorithm: Algorithm,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    backend: Backend,
+    episode: Episode,
+    tasks: TaskStream,
+    steps: int,
+    groups_per_step: int,
+    group_size: int,
+    rows: int,
+    length: int,
+    workdir: Path,
+    seed: int = 0,
+    minibatches: int = 1,
+    align: int = 1,
+    merge_equal: bool = True,
+    reference: Any = None,
+    tracker: Tracker | None = None,
+    checkpoint_every: int = 0,
+    keep: int = 2,
+    max_workers: int = 8,
+    executor: Executor | None = None,
+    retries: int = 2,
+    evaluate: Callable[[int], Mapping[str, float]] | None = None,
+    evaluate_every: int = 0,
+    max_distance: float = math.inf,
+    record_traces: bool = False,
+    resume: bool = False,
+) -> TrainState:
+    """Trains for `steps` steps in all, of `groups_per_step` tasks times `group_size` episodes; returns the
+    last state.
+
+    state: as `init_state` made it; consumed (donated, or given up for a checkpoint's).
+    rows, length: shape of a micro-batch. minibatches: updates a step. align: of segment starts in a row.
+    reference: parameters that a KL term is measured against, in arrays of their own.
+    executor: runs the episodes; `max_workers` threads if None. retries: of a failed episode.
+    checkpoint_every: steps between checkpoints (0: at the end alone), of which the newest `keep` stay.
+    evaluate: given the step, returns metrics, which are written down as "eval/<name>"; called before the
+    first step,
+        every `evaluate_every` steps, and after the last. 0: never.
+    max_distance: the run stops when a trainer's log-prob is further than this many nats from the sampler's.
+    resume: goes on from the newest complete checkpoint in `workdir`, or starts there if there is none.
+
+    A step whose groups teach nothing (equal outcomes) makes no update and counts as a step.
+
+    SIGINT and SIGTERM end it with a checkpoint of the last finished step: an unfinished rollout is given up,
+    an update is not. Raises Interrupted then; InputError for arguments that do not fit, or a workdir that
+    holds a run already; TrainingError if training cannot go on: no usable episode, three steps in a row
+    without a finite update, the sampler out of its bound; CheckpointError if a checkpoint cannot be written
+    or none is complete.
+    """
+    _check(
+        steps=steps,
+        groups_per_step=groups_per_step,
+        group_size=group_size,
+        rows=rows,
+        length=length,
+        keep=keep,
+    )
+    if algorithm.kl is not None and reference is None:
+        raise InputError(f"algorithm {algorithm.name} has a KL term and needs reference parameters")
+    checkpoints = workdir / "checkpoints"
+    executor = ThreadExecutor(max_workers) if executor is None else executor
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_locked(workdir))
+        stop = stack.enter_context(StopSignals())
+        checkpoint.prepare(checkpoints)
+        state, progress = _begin(workdir, state, tasks, resume)
+        saved = progress.step or -1
+        intact = True  # the state is that of `progress`
+        writer = stack.enter_context(contextlib.closing(MetricsWriter(workdir / "metrics.jsonl")))
+        episodes = EpisodeWriter(workdir / "episodes", traces=record_traces)
+        stack.enter_context(contextlib.closing(episodes))
+        train_step = make_train_step(policy, algorithm, optimizer, mesh, state_shardings(state))
+        version = int(jax.device_get(state.version))
+        backend.load(state.params, version)
+        if tracker is not None and progress.step:
+            _replay(workdir, progress.step, tracker)
+
+        def write(step: int, metrics: Mapping[str, float]) -> None:
+            writer.log(step, metrics)
+            if tracker is not None:
+                tracker.log(step, metrics)
+
+        def on_end(request: Request, trajectory: Trajectory) -> None:
+            place = {"step": request.step, "group": request.group, "member": request.member}
+            episodes.write(f"{request.step:06d}", request.id, trajectory, **place, version=request.version)
+
+        def save() -> None:
+            nonlocal saved
+            if saved != progress.step:
+                checkpoint.save(checkpoints, progress.step, state, dataclasses.asdict(progress), keep=keep)
+                saved = progress.step
+
+        try:
+            while True:
+                with stop.interruptible():
+                    due = evaluate_every and (progress.step % evaluate_every == 0 or progress.step == steps)
+                    if evaluate is not None and due:
+                        found = evaluate(progress.step)
+                        write(progress.step, {f"eval/{name}": value for name, value in found.items()})
+                    if progress.step >= steps:
+                        break
+                    step = progress.step + 1
+                    began = time.monotonic()
+                    rollouts = collect(
+                        episode,
+                        tasks.take(groups_per_step),
+                        group_size,
+                        seed=seed,
+                        step=step,
+                        version=version,
+                        executor=executor,
+                        retries=retries,
+                        on_end=on_end,
+                    )
+                collected, intact = time.monotonic(), False
+                packed, metrics = _pack(rollouts, algorithm, rows, length, minibatches, align, merge_equal)
+                state, updates = train_step(state, packed.minibatches, reference=reference)
+                updated = time.monotonic()
+                if updates["update/applied"]:
+                    version = int(jax.device_get(state.version))
+                    backend.load(state.params, version)
+                loaded = time.monotonic()
+                skipped = (
+                    progress.skipped + 1 if updates["update/skipped"] and not updates["update/applied"] else 0
+                )
+                progress = _Progress(step, skipped, tasks.state())
+                metrics |= dict(rollouts.metrics) | updates
+                metrics |= {
+                    "version": float(version),
+                    "health/skipped_in_a_row": float(skipped),
+                    "time/collect_s": collected - began,
+                    "time/update_s": updated - collected,
+                    "time/load_s": loaded - updated,
+                    "time/sampled_tokens_per_s": rollouts.metrics["tokens/sampled"]
+                    / max(collected - began, 1e-9),
+                }
+                write(step, metrics)
+                _stop_if_unhealthy(step, metrics, max_distance, skipped)
+                intact = True
+                if checkpoint_every and step % checkpoint_every == 0:
+                    save()
+        except KeyboardInterrupt:
+            if stop.signum is None:
+                raise
+            save()
+            raise Interrupted(stop.signum, progress.step) from None
+        except Exception:
+            if intact and progress.step:  # the rollout failed, not the update: keep what was learned
+                save()
+            raise
+        save()
+    return state
+
+
+def _check(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise InputError(f"{name} must be at least 1; got {value}")
+
+
+@contextlib.contextmanager
+def _locked(workdir: Path) -> Iterator[None]:
+    """Keeps a second process out of the run directory. The lock goes with the process that holds it."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"another process is training in {workdir}; wait for it, or use another workdir"
+            ) from None
+        yield
+
+
+def _begin(workdir: Path, state: TrainState, tasks: TaskStream, resume: bool) -> tuple[TrainState, _Progress]:
+    """The state and progress to start from, with the run directory cut back to it."""
+    if not resume:
+        if read_jsonl(workdir / "metrics.jsonl") or checkpoint.steps(workdir / "checkpoints"):
+            raise InputError(f"{workdir} holds a run already: resume it, or use another workdir")
+        cut_back(workdir, 0)
+        return state, _Progress(tasks=tasks.state())
+    like, found = checkpoint.abstract(state), None
+    if checkpoint.steps(workdir / "checkpoints"):
+        for x in jax.tree.leaves(state):
+            x.delete()  # or two states would be in memory at once
+        found = checkpoint.load(workdir / "checkpoints", like)
+    if found is None:
+        log.info("no checkpoint in %s: starting from the beginning", workdir)
+        cut_back(workdir, 0)
+        return state, _Progress(tasks=tasks.state())
+    _, restored, host = found
+    progress = _Progress(**host)
+    tasks.restore(progress.tasks)
+    cut_back(workdir, progress.step)
+    log.info("resuming after step %d", progress.step)
+    return restored, progress
+
+
+def _replay(workdir: Path, step: int, tracker: Tracker) -> None:
+    """Gives the tracker of a resumed run the record of its last finished step, to go on from there."""
+    for record in read_jsonl(workdir / "metrics.jsonl"):
+        if record["step"] == step and not is_evaluation(record):
+            tracker.log(step, {k: v for k, v in record.items() if k not in ("step", "nonfinite")})
+
+
+def _pack(
+    rollouts: Rollouts,
+    algorithm: Algorithm,
+    rows: int,
+    length: int,
+    minibatches: int,
+    align: int,
+    merge_equal: bool,
+) -> tuple[Packed, dict[str, float]]:
+    """Filters, gives advantages, packs. Groups are dropped by their raw outcomes, never by shaped rewards."""
+
+    def outcomes(group: Group) -> np.ndarray:
+        return np.array([t.outcome for t in group.trajectories])
+
+    equal = [all_equal(outcomes(g)) for g in rollouts.groups]
+    kept: Sequence[Group] = [
+        g for g, e in zip(rollouts.groups, equal, strict=True) if not (e and algorithm.drop_equal)
+    ]
+    advantages = [
+        algorithm.advantages(np.array([t.reward for t in g.trajectories]), outcomes(g)) for g in kept
+    ]
+    flat = np.abs(np.concatenate([*advantages, np.zeros(0)]))
+    if not flat.any() and algorithm.kl is None and not algorithm.entropy_coef:
+        kept, advantages = [], []  # the gradient is zero: no reason to compute it
+    packed = pack(
+        kept,
+        advantages,
+        algorithm,
+        rows=rows,
+        length=length,
+        minibatches=minibatches,
+        align=align,
+        merge_equal=merge_equal,
+    )
+    return packed, dict(packed.metrics) | {
+        "groups/equal": float(sum(equal)),
+        "groups/kept": float(len(kept)),
+        "advantages/mean_abs": float(flat.mean()) if flat.size else 0.0,
+    }
+
+
+def _stop_if_unhealthy(step: int, metrics: Mapping[str, float], max_distance: float, skipped: int) -> None:
+    if skipped >= MAX_SKIPPED:
+        raise TrainingError(
+            f"step {step}: no finite update in {skipped} steps in a row (loss {metrics['loss']}, gradient "
+            f"norm {metrics['update/grad_norm']}). Nothing was applied; the newest checkpoint is good. Lower "
+            f"the learning rate, or look at the rewards and log-probs of these steps in episodes/"
+        )
+    if metrics["update/applied"] and not metrics.get("sampler/max", 0.0) <= max_distance:
+        raise TrainingError(
+            f"step {step}: the trainer's log-probs are up to {metrics['sampler/max']:.4g} nat from the "
+            f"sampler's (p99 {metrics['sampler/p99']:.4g}, mean {metrics['sampler/mean']:.4g}), the bound is "
+            f"{max_distance}. The engine serves other weights, or computes otherwise than the trainer"
+        )
