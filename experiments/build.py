@@ -31,7 +31,7 @@ from metagym.protocols import Backend
 from metagym.proxy.backends.embedded import EmbeddedBackend
 from metagym.proxy.render import Renderer
 from metagym.proxy.session import Session
-from metagym.rl import algorithms
+from metagym.rl import algorithms, losses
 from metagym.rl.rollouts import Episode, Request
 from metagym.rl.train_step import make_optimizer
 from metagym.rl.types import Algorithm
@@ -43,6 +43,8 @@ ALGORITHMS = {
     for name, function in vars(algorithms).items()
     if inspect.isfunction(function) and function.__module__ == algorithms.__name__
 }
+KLS = {"k1": losses.k1, "k2": losses.k2, "k3": losses.k3}
+CORRECTIONS = {"tis": losses.truncated_importance, "icepop": losses.icepop}
 DTYPES = ("float32", "bfloat16")
 
 
@@ -143,8 +145,12 @@ def build_backend(config: Config, model: Llama) -> EmbeddedBackend:
 
 
 def build_algorithm(config: Config) -> Algorithm:
-    name = config.algorithm.name
-    return call(f"algorithm {name}", pick("algorithm", name, ALGORITHMS), plain(config.algorithm.args))
+    """The algorithm; its arguments `kl` and `correction` go by the names in KLS and CORRECTIONS."""
+    name, given = config.algorithm.name, plain(config.algorithm.args)
+    for argument, table in (("kl", KLS), ("correction", CORRECTIONS)):
+        if given.get(argument) is not None:
+            given[argument] = pick(argument, given[argument], table)
+    return call(f"algorithm {name}", pick("algorithm", name, ALGORITHMS), given)
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
@@ -215,6 +221,7 @@ class EnvPool:
             self._free.put(env)
 
     def close(self) -> None:
+        """Closes the envs; a world that is played again starts anew."""
         for env in self._all:
             env.close()
 

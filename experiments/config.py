@@ -27,6 +27,7 @@ HIDDEN = "<secret, not recorded>"
 # Mappings that a config file fills with names of its own.
 OPEN = ("world.kwargs", "agent.args", "algorithm.args", "evaluate")
 POSITIVE = (
+    "steps",
     "group_size",
     "groups_per_step",
     "max_workers",
@@ -38,6 +39,9 @@ POSITIVE = (
     "engine.slots",
     "engine.page_size",
     "model.chunk",
+    "batch.align",
+    "checkpoints_kept",
+    "max_distance",
 )
 OPTIONS = ("--config", "--workdir", "--resume", "--flagfile", "--help")
 
@@ -46,7 +50,7 @@ def base() -> Config:
     """Every field with its default and its meaning, locked."""
     c: Config = ConfigDict()
     c.seed = 0  # of everything: tasks, worlds, sampling
-    c.steps = 10  # training steps; 0 only evaluates
+    c.steps = 10  # training steps
 
     c.model = ConfigDict()
     c.model.name = (
@@ -100,6 +104,8 @@ def base() -> Config:
     c.batch.rows = 8  # rows of a minibatch
     c.batch.length = 512  # tokens of a row
     c.batch.minibatches = 1  # optimizer updates a step
+    c.batch.align = 1  # a segment of a row starts at a multiple of this
+    c.batch.merge_equal = True  # equal segments are computed once, with their advantages added up
 
     c.engine = ConfigDict()  # the embedded one
     c.engine.slots = 32  # sequences that decode at the same time
@@ -111,7 +117,11 @@ def base() -> Config:
     c.mesh.fsdp = -1
     c.mesh.tensor = 1
 
+    c.retries = 2  # of an episode that failed for a reason that is not the agent's
+    c.max_distance = 1.0  # nats between the sampler's and the trainer's log-prob of a token, or the run stops
     c.checkpoint_every = 0  # steps; 0: only at the end
+    c.checkpoints_kept = 2  # the newest
+    c.record_traces = False  # token ids and log-probs in episodes/*.jsonl
     c.evaluate_every = 0  # steps; 0: only before and after
     c.evaluate = ConfigDict()  # what is measured: a name -> evaluation(...)
     c.lock()

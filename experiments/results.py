@@ -33,6 +33,10 @@ class Score:
     def rate(self) -> float:
         return self.successes / self.episodes if self.episodes else math.nan
 
+    def metrics(self, name: str) -> dict[str, float]:
+        """The rate and its interval, by name."""
+        return {name: self.rate, f"{name}/low": self.low, f"{name}/high": self.high}
+
     def __str__(self) -> str:
         return f"{100 * self.rate:5.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 

@@ -46,7 +46,7 @@ class Console:
     """Progress on a stream: one line that is written over on a terminal, one line a step elsewhere.
 
     `shown` maps the names of the metrics that are worth a look to short labels. A metric that is not finite
-    is always shown.
+    is always shown; a record with nothing to show is not.
     """
 
     def __init__(self, steps: int, shown: Mapping[str, str], stream: TextIO | None = None):
@@ -65,6 +65,8 @@ class Console:
             f"{label} {_number(metrics[name])}" for name, label in self._shown.items() if name in metrics
         ]
         parts += [f"{n} {v}" for n, v in metrics.items() if n not in self._shown and not math.isfinite(v)]
+        if len(parts) == 1:
+            return
         done = step - self._start[1]
         if done > 0:
             left = (now - self._start[0]) / done * (self._steps - step)

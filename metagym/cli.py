@@ -4,14 +4,15 @@ A command is a function of the arguments after its name that returns the exit co
 and is reached by name, at run time: this module, like all of metagym/, imports nothing above it.
 
 Exit codes: 0 done; 1 it was tried and did not succeed; 2 what was asked makes no sense, or something needed
-for it is not installed, said in a line on stderr; 130 interrupted.
+for it is not installed, said in a line on stderr; 128 + n ended by signal n.
 """
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
-from metagym.errors import InputError, MissingExtraError, UnknownNameError
+from metagym.errors import CheckpointError, InputError, MissingExtraError, TrainingError, UnknownNameError
 
 COMMANDS = {
     "train": ("metagym.experiments.train:train_command", "train a model as a config file says"),
@@ -53,9 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InputError, MissingExtraError) as error:
         print(f"metagym: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("metagym: interrupted", file=sys.stderr)
-        return 130
+    except (TrainingError, CheckpointError) as error:
+        print(f"metagym: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        print(f"metagym: {error or 'interrupted'}", file=sys.stderr)
+        return 128 + getattr(error, "signum", signal.SIGINT)
 
 
 if __name__ == "__main__":

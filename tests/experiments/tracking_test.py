@@ -34,12 +34,13 @@ def test_a_file_gets_plain_lines():
 
 def test_a_terminal_gets_one_line_that_is_written_over():
     out = Terminal()
-    console = Console(3, {}, out)
-    console.log(1, {})
-    console.log(2, {})
+    console = Console(3, {"loss": "loss"}, out)
+    console.log(1, {"loss": 0.5})
+    console.log(2, {"loss": 0.5})
+    console.log(2, {"eval/room": 0.5})
     assert "\n" not in out.getvalue()
     console.write("evaluated")
-    console.log(3, {})
+    console.log(3, {"loss": 0.5})
     console.close()
     assert out.getvalue().count("\n") == 2
     assert "\r\x1b[Kevaluated\n" in out.getvalue()

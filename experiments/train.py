@@ -1,0 +1,302 @@
+"""`metagym train` and `metagym eval`: a config becomes a run directory.
+
+A run directory holds config.json, metrics.jsonl, TensorBoard events, episodes/*.jsonl, checkpoints/,
+results.json, and at the end learning_curve.png.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from metagym.errors import InputError
+from metagym.experiments import build, results
+from metagym.experiments import config as config_lib
+from metagym.experiments.config import Config
+from metagym.experiments.results import Score
+from metagym.experiments.tracking import Console, TensorBoard, Together
+from metagym.models import make_policy
+from metagym.proxy.backends.embedded import EmbeddedBackend
+from metagym.rl import checkpoint, loop
+from metagym.rl.metrics import read_jsonl
+from metagym.rl.rollouts import Episode, TaskStream, ThreadExecutor, collect
+from metagym.rl.train_step import Policy, init_state
+from metagym.rl.types import Algorithm, TrainState
+from metagym.types import Task
+
+# May differ between a run and its resumption: what is left is what the checkpoint was made with.
+FREE_ON_RESUME = ("steps", "checkpoint_every", "evaluate", "max_workers", "mesh", "engine")
+SHOWN = {
+    "outcome/mean": "success",
+    "reward/mean": "reward",
+    "policy/entropy": "entropy",
+    "sampler/max": "sampler distance",
+    "time/collect_s": "collect s",
+    "time/update_s": "update s",
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All that a run is made of, built from its config."""
+
+    mesh: Mesh
+    policy: Policy
+    state: TrainState  # before training
+    algorithm: Algorithm
+    optimizer: optax.GradientTransformation
+    reference: Any  # parameters that a KL term is measured against; None without one
+    backend: EmbeddedBackend
+    pool: build.EnvPool
+    episode: Episode
+    evaluations: dict[str, "Evaluation"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One row of the table: these tasks, each once."""
+
+    tasks: Sequence[Task]
+    episode: Episode
+    during: bool
+
+    def run(self, seed: int, version: int, workers: int) -> Score:
+        """Plays every task once, at temperature 1, with the same seeds whenever it is called."""
+        played = collect(
+            self.episode,
+            self.tasks,
+            1,
+            seed=seed,
+            step=0,
+            version=version,
+            executor=ThreadExecutor(workers),
+        )
+        counted = [t for group in played.groups for t in group.trajectories]
+        failed = len(self.tasks) - len(counted)
+        return Score.of([t.outcome for t in counted], [len(t.turns) for t in counted], failed)
+
+
+@contextlib.contextmanager
+def parts(config: Config, scratch: Path) -> Iterator[Parts]:
+    """Builds everything, cheap things first, and closes what has to be closed.
+
+    A model of random weights is written to `scratch`. Raises InputError for whatever can't work.
+    """
+    algorithm, optimizer = build.build_algorithm(config), build.build_optimizer(config)
+    compute_dtype = build.dtype(config.model.compute_dtype)
+    agent = build.build_agent(config)
+    mesh = build.build_mesh(config)
+    with contextlib.ExitStack() as stack:
+
+        def pool(**override: Any) -> build.EnvPool:
+            made = build.EnvPool(lambda: build.build_env(config, **override))
+            stack.callback(made.close)
+            return made
+
+        train_pool = pool()
+        pools = {}
+        for name, row in config.evaluate.items():
+            types = row.types or config.world.types or None
+            pools[name] = pool(**{"split": row.split, "types": types, **build.plain(row.kwargs)})
+            if len(pools[name].tasks) < row.episodes:
+                raise InputError(
+                    f"config.evaluate.{name} asks for {row.episodes} episodes, but its split {row.split!r} "
+                    f"has {len(pools[name].tasks)} tasks of these types."
+                )
+        model, directory = build.build_model(config, mesh, scratch)
+        renderer = build.build_renderer(config, directory)
+        backend = build.build_backend(config, model)
+        stack.callback(backend.close)
+        evaluations = {
+            name: Evaluation(
+                pools[name].tasks[: row.episodes],
+                build.build_episode(config, backend, renderer, agent, pools[name], training=False),
+                row.during,
+            )
+            for name, row in config.evaluate.items()
+        }
+        episode = build.build_episode(config, backend, renderer, agent, train_pool, training=True)
+        graphdef, params = nnx.split(model)
+        policy = make_policy(graphdef, compute_dtype=compute_dtype, chunk=config.model.chunk, mesh=mesh)
+        state = init_state(params, optimizer, jax.random.key(config.seed), mesh)
+        reference = None if algorithm.kl is None else jax.tree.map(jnp.copy, state.params)
+        yield Parts(
+            mesh, policy, state, algorithm, optimizer, reference, backend, train_pool, episode, evaluations
+        )
+
+
+def train(config: Config, workdir: Path, *, resume: bool = False, stream: TextIO | None = None) -> None:
+    """One run; prints its table. Raises InputError before anything is trained if it can't work, and what
+    `metagym.rl.loop.train` raises."""
+    start = time.monotonic()
+    _check_workdir(config, workdir, resume)
+    with parts(config, workdir) as p, contextlib.closing(Console(config.steps, SHOWN, stream)) as console:
+        workdir.mkdir(parents=True, exist_ok=True)
+        config_lib.write(config, workdir)
+        curve = results.read(workdir / "results.json") if resume else {}
+
+        def evaluate(step: int) -> dict[str, float]:
+            everything = step in (0, config.steps)
+            scores = _scores(p, config, everything=everything)
+            for name, score in scores.items():
+                console.write(f"step {step}/{config.steps}  {name}: {score}")
+            curve[step] = scores
+            results.write(curve, workdir / "results.json")
+            return {key: value for name, s in scores.items() for key, value in s.metrics(name).items()}
+
+        with contextlib.closing(Together([TensorBoard(workdir), console])) as tracker:
+            loop.train(
+                policy=p.policy,
+                state=p.state,
+                algorithm=p.algorithm,
+                optimizer=p.optimizer,
+                mesh=p.mesh,
+                backend=p.backend,
+                episode=p.episode,
+                tasks=TaskStream(p.pool.tasks, seed=config.seed),
+                steps=config.steps,
+                groups_per_step=config.groups_per_step,
+                group_size=config.group_size,
+                rows=config.batch.rows,
+                length=config.batch.length,
+                workdir=workdir,
+                seed=config.seed,
+                minibatches=config.batch.minibatches,
+                align=config.batch.align,
+                merge_equal=config.batch.merge_equal,
+                reference=p.reference,
+                tracker=tracker,
+                checkpoint_every=config.checkpoint_every,
+                keep=config.checkpoints_kept,
+                max_workers=config.max_workers,
+                retries=config.retries,
+                evaluate=evaluate if p.evaluations else None,
+                evaluate_every=config.evaluate_every or config.steps,
+                max_distance=config.max_distance,
+                record_traces=config.record_traces,
+                resume=resume,
+            )
+        seconds = time.monotonic() - start
+        results.write(curve, workdir / "results.json", seconds=seconds)
+        results.plot(curve, _training_success(workdir), workdir / "learning_curve.png", workdir.name)
+        console.write(f"\n{results.table(curve)}\n\n{seconds:.0f} s; all of it is in {workdir}")
+
+
+def _scores(p: Parts, config: Config, *, everything: bool) -> dict[str, Score]:
+    """Runs the evaluations, or only those that are made during training."""
+    return {
+        name: e.run(config.seed, p.backend.version, config.max_workers)
+        for name, e in p.evaluations.items()
+        if everything or e.during
+    }
+
+
+def evaluate(config: Config, workdir: Path | None) -> results.Curve:
+    """Measures the newest checkpoint of a run, or without one the model as it comes; prints the table."""
+    if not config.evaluate:
+        raise InputError("the config says nothing under `evaluate`: there is nothing to measure.")
+    if workdir is not None and not (workdir / "checkpoints").is_dir():
+        raise InputError(f"{workdir} has no checkpoints.")
+    with tempfile.TemporaryDirectory() as scratch, parts(config, Path(scratch)) as p:
+        step = 0
+        if workdir is not None:
+            found = checkpoint.load(workdir / "checkpoints", checkpoint.abstract(p.state))
+            if found is None:
+                raise InputError(f"{workdir} has no checkpoints.")
+            step, state, _ = found
+            p.backend.load(state.params, int(state.version))
+        curve = {step: _scores(p, config, everything=True)}
+    if workdir is not None:
+        results.write(curve, workdir / "evaluation.json")
+    print(results.table(curve))
+    return curve
+
+
+def _training_success(workdir: Path) -> dict[int, float]:
+    """Step -> mean outcome of the training episodes, from metrics.jsonl."""
+    lines = read_jsonl(workdir / "metrics.jsonl")
+    return {line["step"]: line["outcome/mean"] for line in lines if "outcome/mean" in line}
+
+
+def _check_workdir(config: Config, workdir: Path, resume: bool) -> None:
+    """Raises InputError if the folder's run is not to be touched, or is another one than is to be resumed."""
+    recorded = workdir / "config.json"
+    if workdir.exists() and not workdir.is_dir():
+        raise InputError(f"{workdir} is not a folder.")
+    if not resume:
+        if recorded.exists():
+            raise InputError(
+                f"{workdir} holds a run already: --resume goes on with it, --workdir names another."
+            )
+        return
+    if not recorded.is_file():
+        raise InputError(f"there is no run to resume in {workdir}: it has no config.json.")
+    before = config_lib.fields(json.loads(recorded.read_text()))
+    now = config_lib.fields(json.loads(json.dumps(config_lib.public(config))))
+    changed = [
+        k for k in sorted(before | now) if before.get(k) != now.get(k) and not k.startswith(FREE_ON_RESUME)
+    ]
+    if changed:
+        shown = ", ".join(f"{k} was {before.get(k)!r} and is {now.get(k)!r}" for k in changed[:5])
+        raise InputError(
+            f"the run in {workdir} was begun with another config: {shown}. "
+            f"Only {', '.join(FREE_ON_RESUME)} may change; --workdir=OTHER starts a new run."
+        )
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    known = "\n".join(f"  {name:20s} {what}" for name, what in config_lib.available().items())
+    parser = argparse.ArgumentParser(
+        f"metagym {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"configs that come along (FILE is a path or one of these names):\n{known}\n\n"
+        "A field is set with --config.path.to.field=value; experiments/config.py lists them all.\n"
+        "--flagfile=FILE stands for such arguments, one a line.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="a Python file with get_config(), or a name from below"
+    )
+    return parser
+
+
+def train_command(arguments: Sequence[str]) -> int:
+    """`metagym train`; returns the exit code."""
+    parser = _parser("train", "Trains a model as a config file says, and measures it before and after.")
+    parser.add_argument(
+        "--workdir", metavar="DIR", type=Path, help="the run directory; default: a new one in runs/"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with the run in DIR")
+    options, config = config_lib.parse(arguments, parser)
+    if options.resume and options.workdir is None:
+        raise InputError("--resume needs --workdir=DIR, the run to go on with.")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("metagym").setLevel(logging.INFO)
+    name = f"{Path(options.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    train(config, options.workdir or Path("runs") / name, resume=options.resume)
+    return 0
+
+
+def eval_command(arguments: Sequence[str]) -> int:
+    """`metagym eval`; returns the exit code."""
+    parser = _parser("eval", "Measures a model as the `evaluate` section of a config says.")
+    text = (
+        "a run: its newest checkpoint is measured, into its evaluation.json; default: the model as it comes"
+    )
+    parser.add_argument("--workdir", metavar="DIR", type=Path, help=text)
+    options, config = config_lib.parse(arguments, parser)
+    evaluate(config, options.workdir)
+    return 0
