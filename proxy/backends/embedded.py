@@ -133,6 +133,7 @@ class EmbeddedBackend(Live):
             )
         self.slots, self.context, self.page_size = slots, context, page_size
         self._version = 0
+        self._pushed = False  # whether `load` was ever called
         self._vocab, self._dtype = config.vocab_size, jnp.dtype(dtype)
         self._tiles = tiles or Tiles.default(slots, context, page_size)
         self._graphdef, params = nnx.split(model)
@@ -187,7 +188,7 @@ class EmbeddedBackend(Live):
         future: Future[Generation] = Future()
         with self._wake:
             if self._failure is not None:
-                future.set_exception(EngineError(str(self._failure)))
+                future.set_exception(_again(self._failure))
             elif len(ids) >= self.context:
                 future.set_exception(
                     ContextOverflowError(
@@ -209,14 +210,15 @@ class EmbeddedBackend(Live):
 
     def load(self, params: Any, version: int) -> None:
         """Copies `params` (an `nnx.State` shaped as the model's) and serves them from the next step on; what
-        is submitted afterwards is sampled from them only. Raises InputError unless `version` rises."""
+        is submitted afterwards is sampled from them only. The first call may keep the model's version, 0;
+        after that, raises InputError unless `version` rises."""
         if self._failure is not None:
-            raise EngineError(str(self._failure))
+            raise _again(self._failure)
         copied = self._own(params)
         with self._wake:
-            if version <= self.version:
+            if version < self.version or (self._pushed and version == self.version):
                 raise InputError(f"weight versions must rise: {version} after {self.version}")
-            self._loaded = (copied, version)
+            self._loaded, self._pushed = (copied, version), True
             self._wake.notify()
 
     @property
@@ -530,6 +532,7 @@ class EmbeddedBackend(Live):
         self._prefilling, self._ready = requests, []
 
     def _fail(self, failure: EngineError, cause: BaseException | None) -> None:
+        failure.__cause__ = cause
         with self._wake:
             self._failure = failure
             orphans = [*self._running(), *self._waiting]
@@ -538,9 +541,7 @@ class EmbeddedBackend(Live):
         self._params = self._state = self._loaded = None
         for r in orphans:
             if r.future.set_running_or_notify_cancel():
-                error = EngineError(str(failure))
-                error.__cause__ = cause
-                r.future.set_exception(error)
+                r.future.set_exception(_again(failure))
 
     # Shapes and programs
 
@@ -617,6 +618,13 @@ class EmbeddedBackend(Live):
         if jax.tree.structure(params) != jax.tree.structure(self._shardings):
             raise InputError("the weights to load have another structure than the engine's model")
         return jax.block_until_ready(jax.tree_util.tree_map_with_path(own, params, self._shardings))
+
+
+def _again(failure: EngineError) -> EngineError:
+    """The same error for another caller: one that several threads raise would mix up their tracebacks."""
+    error = EngineError(str(failure))
+    error.__cause__ = failure.__cause__
+    return error
 
 
 @functools.lru_cache(maxsize=512)
