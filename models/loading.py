@@ -59,7 +59,9 @@ def load(name: str | Path, *, mesh: Mesh | None = None, dtype: Any = jnp.float32
         def leaf(path: Any, shape: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
             recipe = recipes[".".join(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))]
             return jax.make_array_from_callback(
-                shape.shape, where, lambda index: recipe.read(reader.slice, index or ()).astype(dtype, copy=False)
+                shape.shape,
+                where,
+                lambda index: recipe.read(reader.slice, index or ()).astype(dtype, copy=False),
             )
 
         params = jax.tree_util.tree_map_with_path(leaf, shapes, shardings)

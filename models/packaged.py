@@ -135,6 +135,7 @@ def convert_gguf(source: Path, directory: Path) -> None:
         raise ModelError(f"{source}: the architecture is {field('general.architecture')!r}, not 'llama'")
     heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
     hidden = field("llama.embedding_length")
+    size = reader.get_field("llama.rope.dimension_count")  # older files leave it out
     tensors = dict(_hf_tensors(reader.tensors, source, heads, kv_heads))
     bos, eos, pad = (field(f"tokenizer.ggml.{k}_token_id") for k in ("bos", "eos", "padding"))
     config = {
@@ -146,7 +147,7 @@ def convert_gguf(source: Path, directory: Path) -> None:
         "num_hidden_layers": field("llama.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
+        "head_dim": size.contents() if size else hidden // heads,
         "rms_norm_eps": float(f"{field('llama.attention.layer_norm_rms_epsilon'):.6g}"),  # stored as f32
         "rope_theta": field("llama.rope.freq_base"),
         "rope_scaling": None,

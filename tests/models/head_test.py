@@ -59,7 +59,7 @@ def test_huge_logits_stay_finite():
 
 
 def test_no_buffer_of_tokens_by_vocabulary():
-    """Forward and backward of 2048 tokens and 8192 words: less than a tenth of the 67 MB that all logits take."""
+    """Forward and backward of 2048 tokens and 8192 words: under a tenth of the 67 MB of all logits."""
     tokens, vocabulary, chunk = 2048, 8192, 64
     shapes = (
         jax.ShapeDtypeStruct((2, tokens // 2, 16), jnp.float32),
