@@ -1,45 +1,13 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, and the terminal."""
+"""Where metrics go besides metrics.jsonl and TensorBoard: the terminal."""
 
 import math
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TextIO
 
 from metagym.protocols import Tracker
-
-
-class TensorBoard:
-    """An event file that is on disk after every step, whatever happens next. A NaN is written as one.
-
-    tensorboardX's writer of events is used without the queue and the thread that its SummaryWriter puts
-    before it: what is in those when a process dies is lost, `flush()` or not.
-    """
-
-    def __init__(self, folder: Path, *, from_step: int = 0):
-        """`from_step`: a run that resumes there; what an earlier one logged from there on is hidden."""
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-        self._event, self._summary = Event, Summary
-        folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(folder / "events"))
-        if from_step:
-            start = SessionLog(status=SessionLog.START)
-            self._writer.write_event(Event(wall_time=time.time(), step=from_step, session_log=start))
-            self._writer.flush()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        summary = self._summary(value=values)
-        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class Console:

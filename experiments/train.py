@@ -26,11 +26,11 @@ from metagym.experiments import build, results
 from metagym.experiments import config as config_lib
 from metagym.experiments.config import Config
 from metagym.experiments.results import Score
-from metagym.experiments.tracking import Console, TensorBoard, Together
+from metagym.experiments.tracking import Console, Together
 from metagym.models import make_policy
 from metagym.proxy.backends.embedded import EmbeddedBackend
 from metagym.rl import checkpoint, loop
-from metagym.rl.metrics import read_jsonl
+from metagym.rl.metrics import TensorBoardTracker, read_jsonl
 from metagym.rl.rollouts import Episode, TaskStream, ThreadExecutor, collect
 from metagym.rl.train_step import Policy, init_state
 from metagym.rl.types import Algorithm, TrainState
@@ -156,7 +156,7 @@ def train(config: Config, workdir: Path, *, resume: bool = False, stream: TextIO
             results.write(curve, workdir / "results.json")
             return {key: value for name, s in scores.items() for key, value in s.metrics(name).items()}
 
-        with contextlib.closing(Together([TensorBoard(workdir), console])) as tracker:
+        with contextlib.closing(Together([TensorBoardTracker(workdir), console])) as tracker:
             loop.train(
                 policy=p.policy,
                 state=p.state,

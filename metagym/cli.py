@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"metagym: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        print(f"metagym: {error or 'interrupted'}", file=sys.stderr)
+        print(f"metagym: {str(error) or 'interrupted'}", file=sys.stderr)
         return 128 + getattr(error, "signum", signal.SIGINT)
 
 

@@ -3,6 +3,7 @@ themselves."""
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -119,10 +120,13 @@ class EpisodeWriter:
 
 
 class TensorBoardTracker:
-    """A `Tracker` that writes TensorBoard events, flushed at every step. A run that logged a value that is
+    """A `Tracker` that writes TensorBoard events, on disk after every step. A run that logged a value that is
     not finite is flagged: `health/nonfinite` counts them, and a text says which came first.
 
     After a resume, the first step that is logged replaces what an earlier process wrote from that step on.
+
+    tensorboardX's writer of events is used without the queue and the thread that its SummaryWriter puts
+    before it: what is in those when a process dies is lost, `flush()` or not.
     """
 
     def __init__(self, directory: Path):
@@ -131,17 +135,24 @@ class TensorBoardTracker:
         self.flagged = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.summary import scalar, text
 
-            self._writer = SummaryWriter(str(self._directory), purge_step=step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        now = time.time()
+        if self._writer is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(self._directory / "events"))
+            start = SessionLog(status=SessionLog.START)
+            self._writer.write_event(Event(wall_time=now, step=step, session_log=start))
         bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
-        self._writer.add_scalar("health/nonfinite", len(bad), step)
+        summaries = [scalar(name, value) for name, value in metrics.items()]
+        summaries.append(scalar("health/nonfinite", len(bad)))
         if bad and not self.flagged:
             self.flagged = True
-            self._writer.add_text("flagged", f"step {step}: not finite: {', '.join(bad)}", step)
+            summaries.append(text("flagged", f"step {step}: not finite: {', '.join(bad)}"))
+        for summary in summaries:
+            self._writer.write_event(Event(wall_time=now, step=step, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ def get_config():
     config.sampling.max_tokens = 4
     config.sampling.context = 256
 
-    # A random model never succeeds, so all advantages are 0; the entropy bonus gives the update something to do.
+    # A random model never succeeds, so all advantages are 0: the entropy bonus gives the update work to do.
     config.algorithm.args.entropy_coef = 0.01
     config.algorithm.args.drop_equal = False
     config.groups_per_step = 2

@@ -10,7 +10,8 @@ import sys
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
-from metagym.experiments.tracking import Console, TensorBoard, Together
+from metagym.experiments.tracking import Console, Together
+from metagym.rl.metrics import TensorBoardTracker
 
 
 class Terminal(io.StringIO):
@@ -63,8 +64,8 @@ def events(folder):
 
 def test_steps_are_on_disk_when_the_process_is_killed(tmp_path):
     code = (
-        "import os, pathlib, sys\nfrom metagym.experiments.tracking import TensorBoard\n"
-        "board = TensorBoard(pathlib.Path(sys.argv[1]))\n"
+        "import os, pathlib, sys\nfrom metagym.rl.metrics import TensorBoardTracker\n"
+        "board = TensorBoardTracker(pathlib.Path(sys.argv[1]))\n"
         "for step in range(3): board.log(step, {'reward': step / 2})\n"
         "os.kill(os.getpid(), 9)"
     )
@@ -74,7 +75,7 @@ def test_steps_are_on_disk_when_the_process_is_killed(tmp_path):
 
 
 def test_nan_stays_nan(tmp_path):
-    board = Together([TensorBoard(tmp_path), Console(1, {}, io.StringIO())])
+    board = Together([TensorBoardTracker(tmp_path), Console(1, {}, io.StringIO())])
     board.log(1, {"loss": math.nan, "kl": math.inf})
     board.close()
     values = {name: value for _, name, value in events(tmp_path)}

@@ -3,7 +3,12 @@ is said, before anything is trained, to a config that can't work."""
 
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import jax
 import pytest
@@ -113,6 +118,31 @@ def test_eval_measures_a_model_as_it_comes(capsys, tmp_path, monkeypatch):
     assert cli.main(["eval", "--config=debug"]) == 0
     assert "step 0" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_run_is_saved_and_says_so(tmp_path):
+    workdir = tmp_path / "run"
+    command = [sys.executable, "-m", "metagym.cli", "train", "--config=debug", f"--workdir={workdir}"]
+    cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    child = subprocess.Popen(
+        [*command, "--config.steps=100000", "--config.evaluate_every=0"],
+        env={**os.environ, **cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not (workdir / "metrics.jsonl").exists() or len(metrics(workdir)) < 2:
+            assert child.poll() is None, child.communicate()[1]
+            time.sleep(0.1)
+        child.send_signal(signal.SIGINT)
+        said = child.communicate(timeout=60)[1]
+    finally:
+        child.kill()
+    assert child.returncode == 130, said
+    done = len(metrics(workdir))
+    assert f"metagym: stopped by SIGINT after step {done}, which is saved" in said
+    assert (workdir / "checkpoints" / f"{done:08d}").is_dir()
+    assert "Traceback" not in said
 
 
 BAD = [

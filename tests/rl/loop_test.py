@@ -167,9 +167,9 @@ def assert_same_as(unbroken, workdir, state):
 
 
 def test_it_learns_and_writes_everything_down(tiny, tmp_path):
-    state = run(
-        tiny, tmp_path, steps=20, tracker=TensorBoardTracker(tmp_path), record_traces=True, max_distance=1e-4
-    )
+    tracker = TensorBoardTracker(tmp_path)
+    state = run(tiny, tmp_path, steps=20, tracker=tracker, record_traces=True, max_distance=1e-4)
+    tracker.close()
     records = read_jsonl(tmp_path / "metrics.jsonl")
     steps = [r for r in records if "reward/mean" in r]
     assert [r["step"] for r in steps] == list(range(1, 21))
