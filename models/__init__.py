@@ -1,11 +1,13 @@
 """Flax models, how they lie on a mesh, and where their weights come from. Imports nothing else of MetaGym."""
 
+from metagym.models.attention import BLOCK as EXACT_ALIGNMENT
 from metagym.models.errors import ModelError
 from metagym.models.llama import Cache, Llama, ModelConfig, init_cache, make_policy
 from metagym.models.loading import load, save
 from metagym.models.sharding import batch_sharding, make_mesh, param_shardings
 
 __all__ = [
+    "EXACT_ALIGNMENT",
     "Cache",
     "Llama",
     "ModelConfig",

@@ -329,7 +329,7 @@ class Llama(nnx.Module):
         def context(pages: jax.Array, new: jax.Array) -> jax.Array:
             old = pages[page_table].reshape(S, T, *new.shape[2:])
             fresh = jnp.take_along_axis(new, which[:, :, None, None], axis=1)
-            return jnp.where(is_new[:, :, None, None], fresh, old)  # [S, T, K, h]
+            return jnp.where(is_new[:, :, None, None], fresh, old).swapaxes(1, 2)  # [S, K, T, h]
 
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             w, n = w
@@ -350,13 +350,13 @@ class Llama(nnx.Module):
 
 
 def _cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, dtype: Any):
-    """q [S, C, K, G, h] over keys and values [S, T, K, h]; visible [S, C, T] -> [S, C, K, G, h]."""
+    """q [S, C, K, G, h] over keys and values [S, K, T, h]; visible [S, C, T] -> [S, C, K, G, h]."""
     cast = functools.partial(jnp.asarray, dtype=dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    s = jnp.where(visible[:, None, None], dot("sckgh,stkh->skgct", cast(q), cast(keys)), MASKED)
+    s = jnp.where(visible[:, None, None], dot("sckgh,skth->skgct", cast(q), cast(keys)), MASKED)
     p = jnp.exp(s - s.max(-1, keepdims=True))
-    out = dot("skgct,stkh->sckgh", cast(p), cast(values))
+    out = dot("skgct,skth->sckgh", cast(p), cast(values))
     return out / jnp.transpose(p.sum(-1), (0, 3, 1, 2))[..., None]
 
 
