@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from metagym.models import sharding
 
 BLOCK = 128
-"""Queries and keys in a block. In f32 on the CPU the same tokens give the same bits in any row, batch or padding
-if their segment starts at a multiple of it, and the rows on a device hold at least 64 tokens together (for fewer,
-XLA multiplies matrices in another order)."""
+"""Queries and keys in a block. In f32 on the CPU the same tokens give the same bits in any row, batch or
+padding if their segment starts at a multiple of it, and the rows on a device hold at least 64 tokens together
+(for fewer, XLA multiplies matrices in another order)."""
 
 MASKED = (
     -1e30
