@@ -7,6 +7,7 @@ import gymnasium as _gym
 
 _ENVS = {
     "metagym/Toy-v0": "metagym.envs.toy:ToyEnv",
+    "metagym/ALFWorld-v0": "metagym.envs.alfworld:ALFWorldEnv",
     "metagym/MiniHack-v0": "metagym.envs.minihack:MiniHackEnv",
 }
 

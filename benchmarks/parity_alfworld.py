@@ -1,0 +1,273 @@
+"""Differential test of the native ALFWorld interpreter against TextWorld: every character, command and win.
+
+usage: python benchmarks/parity_alfworld.py [--data DIR] [--train-per-type 300] [--generated 10] [--exact]
+
+Plays each game in both, in step: the walkthrough with wrong, near-miss and malformed commands in between,
+then random admissible commands. After the reset and after each step it compares the observation, the list of
+admissible commands and whether the game is won. Ends with exit code 1 at a difference.
+
+Needs the extra `alfworld` (see docs/worlds.md). `--exact` runs TextWorld as it is; without it, results of its
+pure functions are remembered (`metagym.envs.alfworld.real.memoise`), which is 5 to 10 times faster. `--log`
+records finished games with their commands and a digest of what TextWorld answered: an interrupted run goes on
+where it was, and `--replay` compares the native interpreter with such a log, without TextWorld, in seconds.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from metagym.envs import worker
+from metagym.envs.alfworld import game as games
+from metagym.envs.alfworld.native import Play
+from metagym.testing import BAD_ACTIONS
+
+RECYCLE = 40  # games a worker process plays before it is replaced: TextWorld leaks
+
+
+def near_misses(commands: list[str], game: games.Game, rng: random.Random) -> Iterator[str]:
+    """Commands that are almost right."""
+    names = (*game.objects, *game.receptacles)
+    while True:
+        command = rng.choice(commands)
+        verb = command.partition(" ")[0]
+        match rng.randrange(16):
+            case 0:
+                yield command.upper()
+            case 1:
+                yield command.replace(" ", "  ", 1)
+            case 2:
+                yield command[:-1]
+            case 3:
+                yield command + rng.choice((".", " now", "0", "\n", " 1"))
+            case 4:
+                yield f"\t {command} \n"  # stripped, so it is right
+            case 5:
+                yield f"{verb} {rng.choice(names)}"
+            case 6:
+                yield f"take {rng.choice(game.objects)} from {rng.choice(game.receptacles)}"
+            case 7:
+                yield f"move {rng.choice(game.objects)} to {rng.choice(game.receptacles)}"
+            case 8:
+                yield f"put {rng.choice(game.objects)} in/on {rng.choice(game.receptacles)}"
+            case 9:
+                verb, with_what = rng.choice(("heat", "cool", "clean", "slice")), rng.choice(names)
+                yield f"{verb} {rng.choice(game.objects)} with {with_what}"
+            case 10:
+                yield f"{rng.choice(('open', 'close', 'use', 'examine', 'go to'))} {rng.choice(names)}"
+            case 11:
+                yield f"go {command}"
+            case 12:
+                yield command.rsplit(" ", 1)[0]
+            case 13:
+                yield rng.choice(
+                    ("goto", "look around", "inv", "i", "l", "examine", "go to", "take", "use", "-")
+                )
+            case 14:
+                yield "".join(rng.sample(command, len(command)))
+            case 15:
+                yield command.replace("1", "2").replace("to ", "from ")
+
+
+def session(game: games.Game, walkthrough: list[str], steps: int, rng: random.Random) -> Iterator[str]:
+    """The commands of one comparison; sees the native game only through what is admissible."""
+    play = Play(game)
+    play.reset()
+    bad = near_misses(play.admissible(), game, rng)
+
+    def done(command: str) -> str:
+        nonlocal bad
+        play.step(command)
+        bad = near_misses(play.admissible(), game, rng)
+        return command
+
+    for command in walkthrough:
+        if rng.random() < 0.5:
+            yield done(next(bad))
+        yield done(command)
+    for _ in range(steps):
+        if rng.random() < 0.25:
+            yield done(rng.choice(BAD_ACTIONS) if rng.random() < 0.2 else next(bad))
+            continue
+        by_verb: dict[str, list[str]] = {}
+        for command in play.admissible():
+            by_verb.setdefault(command.partition(" ")[0], []).append(command)
+        weights = [{"go": 3, "take": 3, "move": 2, "open": 2}.get(verb, 1) for verb in by_verb]
+        yield done(rng.choice(by_verb[rng.choices(list(by_verb), weights)[0]]))
+
+
+def compare(
+    real: Any, source: Any, data: dict[str, Any], steps: int, seed: str
+) -> tuple[Counter[str], dict[str, Any], list[Any]]:
+    """Plays one game in both: counts and seconds, what to log, and what TextWorld answered.
+
+    Raises AssertionError at a difference.
+    """
+    game = games.build(data)
+    play, rng = Play(game), random.Random(seed)
+    count: Counter[str] = Counter()
+    start = time.perf_counter()
+    theirs = real("reset", source)
+    count["reset_real_s"] += time.perf_counter() - start  # type: ignore[assignment]
+    start = time.perf_counter()
+    ours = play.reset(), play.admissible(), play.won()
+    count["reset_native_s"] += time.perf_counter() - start  # type: ignore[assignment]
+    trail: list[str] = []
+    answers: list[Any] = []
+    seen = hashlib.sha256()
+    for command in (None, *session(game, data.get("walkthrough") or [], steps, rng)):
+        if command is not None:
+            command = command.encode("utf-8", "replace").decode()
+            trail.append(command)
+            start = time.perf_counter()
+            theirs = real("step", command)
+            count["step_real_s"] += time.perf_counter() - start  # type: ignore[assignment]
+            start = time.perf_counter()
+            ours = play.step(command), play.admissible(), play.won()
+            count["step_native_s"] += time.perf_counter() - start  # type: ignore[assignment]
+            count["steps"] += 1
+            count["changing"] += theirs[0] != "Nothing happens."
+        seen.update(json.dumps(theirs).encode())
+        answers.append(theirs)
+        for what, one, other in zip(("text", "admissible", "won"), theirs, ours, strict=True):
+            if one != other:
+                raise AssertionError(f"{what} after {trail!r}:\n  textworld {one!r}\n  native    {other!r}")
+    count["won"] += ours[2]
+    return count, {"commands": trail, "digest": seen.hexdigest()}, answers
+
+
+def replay(log: Path, args: argparse.Namespace) -> int:
+    """Compares the native interpreter with the digests of a log."""
+    rows = {row["game"]: row for row in map(json.loads, log.read_text().splitlines())}
+    compared = steps = different = 0
+    for name, _, _, data in listed(args):
+        if (row := rows.get(name)) is None:
+            continue
+        play = Play(games.build(data))
+        seen = hashlib.sha256()
+        for command in (None, *row["commands"]):
+            text = play.reset() if command is None else play.step(command)
+            seen.update(json.dumps((text, play.admissible(), play.won())).encode())
+        compared, steps = compared + 1, steps + len(row["commands"])
+        if seen.hexdigest() != row["digest"]:
+            different += 1
+            print(f"DIFFERENT {name}")
+    print(f"replayed {compared} of {len(rows)} games, {steps} steps, {different} different")
+    return 1 if different or not compared else 0
+
+
+def write_transcripts(path: Path, transcripts: list[dict[str, Any]]) -> None:
+    """JSON lines, compressed, the same bytes for the same content."""
+    lines = "".join(json.dumps(t, separators=(",", ":")) + "\n" for t in transcripts)
+    with path.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
+        file.write(lines.encode())
+
+
+def listed(args: argparse.Namespace) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
+    """(name, group, what TextWorld loads, its data) of each game to compare."""
+    if args.data:
+        root = Path(args.data) / "json_2.1.1"
+        for split in ("valid_seen", "valid_unseen", "train"):
+            paths = sorted((root / split).glob("*/*/game.tw-pddl"))
+            if split == "train":
+                random.Random(0).shuffle(paths)
+            used: Counter[str] = Counter()
+            limit = args.train_per_type if split == "train" else args.valid_per_type
+            for path in paths:
+                kind = path.parts[-3].partition("-")[0]
+                if used[kind] < limit:
+                    used[kind] += 1
+                    yield (
+                        "/".join(path.parts[-4:-1]),
+                        f"{split}/{kind}",
+                        str(path),
+                        json.loads(path.read_text()),
+                    )
+    if args.generated:
+        from metagym.envs.alfworld import generate
+
+        texts = generate.package_texts()
+        for number in range(args.generated):
+            for kind in games.TYPES:
+                data = generate.file_content(kind, number, *texts)
+                yield f"generated/{kind}:{number}", f"generated/{kind}", data, data
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", default=os.environ.get("ALFWORLD_DATA"), help="default: $ALFWORLD_DATA")
+    parser.add_argument("--train-per-type", type=int, default=300, metavar="N")
+    parser.add_argument("--valid-per-type", type=int, default=10_000, metavar="N")
+    parser.add_argument("--generated", type=int, default=10, metavar="N", help="games of each type")
+    parser.add_argument("--steps", type=int, default=30, help="random commands after the walkthrough")
+    parser.add_argument("--exact", action="store_true", help="TextWorld without memoisation")
+    parser.add_argument("--part", default="0/1", metavar="K/N", help="every Nth game, from the Kth")
+    parser.add_argument("--log", type=Path, help="a JSON line for each finished game")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="keep transcripts, as a test reads them")
+    parser.add_argument("--replay", type=Path, metavar="LOG", help="compare with a log instead")
+    args = parser.parse_args()
+    if args.replay:
+        return replay(args.replay, args)
+    finished = set()
+    if args.log and args.log.exists():
+        finished = {json.loads(line)["game"] for line in args.log.read_text().splitlines()}
+    process = worker.Worker(
+        "metagym.envs.alfworld.real:RealGame", {"fast": not args.exact}, label="alfworld", timeout_s=600
+    )
+    transcripts: list[dict[str, Any]] = []
+    total: Counter[str] = Counter()
+    groups: Counter[str] = Counter()
+    differences = 0
+    part, parts = map(int, args.part.split("/"))
+    for number, (name, group, source, data) in enumerate(listed(args)):
+        if name in finished or number % parts != part:
+            continue
+        try:
+            count, record, answers = compare(process.call, source, data, args.steps, name)
+        except (AssertionError, games.BadGame) as error:
+            differences += 1
+            print(f"DIFFERENT {name}: {error}", flush=True)
+            continue
+        total.update(count)
+        total["games"] += 1
+        groups[group] += 1
+        if args.log:
+            with args.log.open("a") as log:
+                log.write(json.dumps({"game": name, "group": group, **count, **record}) + "\n")
+        if args.record:
+            transcripts.append({"task": name.partition("/")[2], **record, "answers": answers})
+        if total["games"] % RECYCLE == 0:
+            process.close()
+        if total["games"] % 20 == 0:
+            print(f"{total['games']} games, {total['steps']} steps, {differences} different", flush=True)
+    process.close()
+    if args.record:
+        write_transcripts(args.record, transcripts)
+    for group, games_in in sorted(groups.items()):
+        print(f"{group}: {games_in} games")
+    print(
+        f"{total['games']} games, {total['steps']} steps ({total['changing']} did something), "
+        f"{differences} different"
+    )
+    if total["steps"]:
+        for what, calls in (("reset", total["games"]), ("step", total["steps"])):
+            real, native = (total[f"{what}_{which}_s"] / calls for which in ("real", "native"))
+            print(
+                f"{what}: textworld {real * 1e3:.1f} ms, native {native * 1e6:.1f} us, "
+                f"ratio {real / native:.0f}"
+            )
+    return 1 if differences or not total["games"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
