@@ -33,27 +33,10 @@ DOMAINS = {
     "0af55e7f92d12b09d28515aa730e4d03fddd17228ef1fd7b18a3ee8ba49b27b9": "published games",
     "f1473041ed01da514de1f87adfd7ef0804862361f83ccf63c75e43633b0eb280": "alfworld 0.4",
 }
-GRAMMARS = {  # of the grammar with the task's sentence taken out -> whether `help` begins with an empty line
-    "10da93e13b58e1a6039723f5d4a59ceae7c60772515bfab9fc603bafa7f8ee06": False,
-    "c294eb280206a4428664cdb4e2037e267e86de5b7fa862212718a961513a7de4": True,
+GRAMMARS = {  # with the task's sentence taken out
+    "10da93e13b58e1a6039723f5d4a59ceae7c60772515bfab9fc603bafa7f8ee06": "published games",
+    "c294eb280206a4428664cdb4e2037e267e86de5b7fa862212718a961513a7de4": "alfworld 0.4",
 }
-
-_HELP = """\
-Available commands:
-  look:                             look around your current location
-  inventory:                        check your current inventory
-  go to (receptacle):               move to a receptacle
-  open (receptacle):                open a receptacle
-  close (receptacle):               close a receptacle
-  take (object) from (receptacle):  take an object from a receptacle
-  move (object) to (receptacle):  place an object in or on a receptacle
-  examine (something):              examine a receptacle or an object
-  use (object):                     use an object
-  heat (object) with (receptacle):  heat an object using a receptacle
-  clean (object) with (receptacle): clean an object using a receptacle
-  cool (object) with (receptacle):  cool an object using a receptacle
-  slice (object) with (object):     slice an object using a sharp object
-"""
 
 
 class BadGame(ValueError):
@@ -85,7 +68,6 @@ class Game:
 
     goal: Goal
     sentence: str  # "put a mug in cabinet."
-    help: str
     # objects, [O]
     objects: tuple[str, ...]  # "mug 1"
     object_types: tuple[str, ...]  # "mug"; "" where the problem says none
@@ -230,17 +212,16 @@ def check_domain(domain: str) -> None:
         raise BadGame("version", "its PDDL domain is of another version of ALFWorld")
 
 
-def read_grammar(grammar: str) -> tuple[str, bool]:
-    """(the task's sentence, whether `help` begins with an empty line). Raises BadGame."""
+def read_grammar(grammar: str) -> str:
+    """The task's sentence in a text grammar. Raises BadGame."""
     match = _GRAMMAR_TASK.search(grammar)
     if not match:
         raise BadGame("broken", f'its grammar has no sentence "{TASK_MARK}..."')
     rest = grammar[: match.start(1)] + grammar[match.end(1) :]
-    known = GRAMMARS.get(_digest(rest))
-    if known is None:
+    if _digest(rest) not in GRAMMARS:
         old = ': there, objects are "put in/on"' if "in/on {r}" in grammar else ""
         raise BadGame("version", f"its text grammar is of another version of ALFWorld{old}")
-    return match[1], known
+    return match[1]
 
 
 def parse(text: str | bytes) -> Game:
@@ -261,8 +242,7 @@ def build(data: Any) -> Game:
     if not data.get("solvable", False):
         raise BadGame("unsolvable", "it is not marked as solvable")
     check_domain(data["pddl_domain"])
-    sentence, empty_line = read_grammar(data["grammar"])
-    game = compile(data["pddl_problem"], sentence, empty_line)
+    game = compile(data["pddl_problem"], read_grammar(data["grammar"]))
     _check_walkthrough(game, data.get("walkthrough"))
     return game
 
@@ -278,7 +258,7 @@ def _check_walkthrough(game: Game, walkthrough: Any) -> None:
             raise BadGame("version", f"its walkthrough is of another version of ALFWorld: {command!r}")
 
 
-def compile(problem: str, sentence: str, help_begins_empty: bool = False) -> Game:
+def compile(problem: str, sentence: str) -> Game:
     """A game from its PDDL problem and its sentence ("put a mug in cabinet."). Raises BadGame."""
     head, declared, init, goal_text = _sections(problem.lower())
     if not _HEAD.fullmatch(head):
@@ -311,6 +291,10 @@ def compile(problem: str, sentence: str, help_begins_empty: bool = False) -> Gam
         raise BadGame("broken", "its PDDL problem contradicts itself about what is held")
     places = _function(facts["receptacleatlocation"], receptacles, "location")
     types = _function(facts["receptacletype"], receptacles, "type")
+    if "sinktype" in types:  # the versions of the domain disagree on whether one can clean there
+        raise BadGame(
+            "version", "its PDDL problem has a receptacle of type Sink, which no published game has"
+        )
     object_types = _function(facts["objecttype"], objects, "type", partial=True)
 
     inside: list[list[int]] = [[] for _ in receptacles]
@@ -331,7 +315,6 @@ def compile(problem: str, sentence: str, help_begins_empty: bool = False) -> Gam
     return Game(
         goal=goal,
         sentence=sentence,
-        help="\n" + _HELP if help_begins_empty else _HELP,
         objects=object_names,
         object_types=tuple(_type(id) if id else "" for id in object_types),
         contents={outer: tuple(sorted(inner)) for outer, inner in contents.items()},

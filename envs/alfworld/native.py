@@ -17,6 +17,22 @@ from metagym.envs.alfworld.game import OBJECT_STATES, TASK_MARK, Game
 
 WELCOME = "-= Welcome to TextWorld, ALFRED! =-"
 NOTHING = "Nothing happens."
+HELP = """\
+Available commands:
+  look:                             look around your current location
+  inventory:                        check your current inventory
+  go to (receptacle):               move to a receptacle
+  open (receptacle):                open a receptacle
+  close (receptacle):               close a receptacle
+  take (object) from (receptacle):  take an object from a receptacle
+  move (object) to (receptacle):  place an object in or on a receptacle
+  examine (something):              examine a receptacle or an object
+  use (object):                     use an object
+  heat (object) with (receptacle):  heat an object using a receptacle
+  clean (object) with (receptacle): clean an object using a receptacle
+  cool (object) with (receptacle):  cool an object using a receptacle
+  slice (object) with (object):     slice an object using a sharp object
+"""
 
 
 def _listed(names: list[str]) -> str:
@@ -76,7 +92,7 @@ class Play:
             case "cool":
                 return self._treat(rest, "coolable", ("fridge",), "iscool", "ishot", "cool")
             case "clean":
-                return self._treat(rest, "cleanable", ("sink", "sinkbasin"), "isclean", None, "clean")
+                return self._treat(rest, "cleanable", ("sinkbasin",), "isclean", None, "clean")
             case "slice":
                 return self._slice(*_two(rest, " with "))
         match command:
@@ -87,7 +103,7 @@ class Play:
                     return "You are not carrying anything."
                 return f"You are carrying: a {self.game.objects[self.held]}."
             case "help":
-                return self.game.help
+                return HELP
         return None
 
     # --- what is where ---------------------------------------------------------------------------------
@@ -272,7 +288,7 @@ class Play:
                     commands.add(f"heat {holding} with {name}")
                 elif kind == "fridge" and held in flags["coolable"]:
                     commands.add(f"cool {holding} with {name}")
-                elif kind in ("sink", "sinkbasin") and held in flags["cleanable"]:
+                elif kind == "sinkbasin" and held in flags["cleanable"]:
                     commands.add(f"clean {holding} with {name}")
         return sorted(commands)
 

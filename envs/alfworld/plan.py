@@ -14,7 +14,7 @@ from typing import NamedTuple
 from metagym.envs.alfworld.native import Play
 
 _TREATMENT = {  # type -> (verb, flag an object needs, state it gains, receptacle types)
-    "pick_clean_then_place_in_recep": ("clean", "cleanable", "isclean", ("sink", "sinkbasin")),
+    "pick_clean_then_place_in_recep": ("clean", "cleanable", "isclean", ("sinkbasin",)),
     "pick_heat_then_place_in_recep": ("heat", "heatable", "ishot", ("microwave",)),
     "pick_cool_then_place_in_recep": ("cool", "coolable", "iscool", ("fridge",)),
 }
