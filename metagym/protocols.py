@@ -50,7 +50,8 @@ class Executor(Protocol):
     """Runs episodes. Threads on one machine, another implementation across machines."""
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterable[R]:
-        """Yields results as they end, in any order. What `function` raises is raised here and ends the rest."""
+        """Yields results as they end, in any order. What `function` raises is raised here and ends the
+        rest."""
         ...
 
 
