@@ -246,10 +246,12 @@ def train(
                 write(step, metrics)
                 _stop_if_unhealthy(step, metrics, max_distance, skipped)
                 intact = True
-                if checkpoint_every and step % checkpoint_every == 0:
+                if step == steps or (checkpoint_every and step % checkpoint_every == 0):
                     save()
         except KeyboardInterrupt:
-            if stop.signum is None:
+            if (
+                stop.signum is None or not intact
+            ):  # nobody's signal, or a second one in the middle of an update
                 raise
             save()
             raise Interrupted(stop.signum, progress.step) from None
@@ -257,7 +259,6 @@ def train(
             if intact and progress.step:  # the rollout failed, not the update: keep what was learned
                 save()
             raise
-        save()
     return state
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from metagym.rl.train_step import init_state, make_optimizer
@@ -111,3 +112,22 @@ def namespace():
 @pytest.fixture(scope="session")
 def tiny():
     return namespace()
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(compiled):
+    """Many tests compile the same programs: keep them."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update(names[0], str(compiled))
+    jax.config.update(names[1], 0)
+    reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()

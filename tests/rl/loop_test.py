@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from metagym.errors import EngineError, InputError, TrainingError
 from metagym.protocols import Backend
@@ -139,20 +138,6 @@ def episodes(workdir):
     return {r["id"]: r for r in records}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Every run compiles the same programs: keep them."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update(names[0], str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update(names[1], 0)
-    reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    reset_cache()
-
-
 @pytest.fixture(scope="module")
 def unbroken(tiny, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("unbroken")
@@ -234,6 +219,21 @@ def test_a_signal_during_an_update_finishes_the_step_first(tiny, tmp_path, unbro
 
     with pytest.raises(Interrupted, match="after step 4"):
         run(tiny, tmp_path, backend=Backend())
+    assert_same_as(unbroken, tmp_path, run(tiny, tmp_path, resume=True))
+
+
+def test_a_second_signal_during_an_update_saves_nothing_half_done(tiny, tmp_path, unbroken):
+    class Backend(BanditBackend):
+        def load(self, params, version):
+            super().load(params, version)
+            if version == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run(tiny, tmp_path, backend=Backend())
+    assert not isinstance(stopped.value, Interrupted)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000002"]
     assert_same_as(unbroken, tmp_path, run(tiny, tmp_path, resume=True))
 
 

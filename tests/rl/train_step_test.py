@@ -105,7 +105,7 @@ def test_eight_devices_give_the_losses_and_gradients_of_one(tiny):
     state, step = build(tiny, tiny.make_mesh())
     grads, loss, logprobs = gradient(step, state, batches)
     shard = {"token": P(None, "fsdp"), "previous": P(None, "fsdp"), "position": P("fsdp"), "out": P("fsdp")}
-    for shape in ((8, 1, 1), (2, 4, 1), (1, 8, 1), (4, 2, 1)):
+    for shape in ((8, 1, 1), (1, 8, 1), (4, 2, 1)):
         other, spread = build(tiny, tiny.make_mesh(*shape), shard=shard)
         found, value, sharded = gradient(spread, other, batches)
         np.testing.assert_allclose(value, loss, rtol=1e-6, atol=1e-7)
