@@ -1,30 +1,26 @@
 """The main job: SmolLM2-135M learns to walk to the staircase of a NetHack room, and of a larger one.
 
 GRPO on MiniHack-Room-Random-5x5, eight seeds with eight episodes each a step, reward 1 for reaching the
-staircase within eight moves. Every turn is a conversation of its own, and the reply is a single word behind a
-begun one. Room-Random-15x15 is never trained on: a small room has few distinct starts, the large one shows
-that the meaning of the words was learned.
+staircase within eight moves, one on-policy update a step. Every turn is a conversation of its own: a worked
+example, the observation, and one sampled token that is the action. Room-Random-15x15 is never trained on: a
+small room has few distinct starts, the large one shows that the meaning of the words was learned.
 
-Time: at most 10 minutes on two cores without an accelerator. Expected: success on held-out seeds of the small
-room from at most 45 % to at least 95 %, of the large one from at most 45 % to at least 90 %.
+Time: 4 to 5 minutes on two cores without an accelerator, 4.5 GB. Expected, success on held-out seeds at
+temperature 1: small room (200 seeds, 8 moves) from 38 % to 99 %, large room (100 seeds, 40 moves) from 31 %
+to 100 %.
 Command: make train, or make train CONFIG=experiments/configs/minihack_room.py
 """
 
 from metagym.experiments.config import base, evaluation
 
 TEMPLATE = """\
-Walk to the staircase: north, south, east or west.
-
-The staircase is 1 step south and 3 steps west.
-Action: south
-
-{observation}
-Action:"""
+The staircase is 1 step south and 3 steps west. Action: west
+{observation} Action:"""
 
 
 def get_config():
     config = base()
-    config.steps = 10
+    config.steps = 8
     config.model.name = "smollm2-135m"
     config.model.chat_template = "plain"
 
@@ -38,18 +34,20 @@ def get_config():
     config.agent.kind = "plain"
     config.agent.template = TEMPLATE
     config.agent.history = False
-    config.agent.args.max_format_errors = 8
+    config.agent.args.max_format_errors = 8  # a reply that is no move costs a turn, no more
     config.sampling.max_tokens = 1
-    config.sampling.context = 128
+    config.sampling.context = 64
 
     config.groups_per_step = 8
     config.group_size = 8
-    config.max_workers = 16
+    config.max_workers = 64
+    config.optimizer.learning_rate = 2e-5
     config.batch.rows = 2
     config.batch.length = 512
-    config.engine.slots = 16
+    config.engine.slots = 64
+    config.engine.page_size = 4  # prompts differ in their last dozen tokens
 
-    config.evaluate_every = 5
+    config.evaluate_every = 2
     config.evaluate.small_room = evaluation(episodes=200, during=True)
     config.evaluate.large_room = evaluation(
         types=("MiniHack-Room-Random-15x15-v0",), episodes=100, kwargs={"max_turns": 40}
