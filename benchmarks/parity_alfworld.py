@@ -3,7 +3,8 @@
 usage: python benchmarks/parity_alfworld.py [--data DIR] [--train-per-type 300] [--generated 10] [--exact]
 
 Plays each game in both, in step: the walkthrough with wrong, near-miss and malformed commands in between,
-then random admissible commands. After the reset and after each step it compares the observation, the list of
+errands that chance would rarely run (slicing, treating things in turn, shifting them about), then random
+commands. After the reset and after each step it compares the observation, the list of
 admissible commands and whether the game is won. Ends with exit code 1 at a difference.
 
 Needs the extra `alfworld` (see docs/worlds.md). `--exact` runs TextWorld as it is; without it, results of its
@@ -77,30 +78,122 @@ def near_misses(commands: list[str], game: games.Game, rng: random.Random) -> It
                 yield command.replace("1", "2").replace("to ", "from ")
 
 
+def drop(play: Play, rng: random.Random) -> Iterator[str]:
+    """Puts down what is held, wherever it may lie."""
+    game = play.game
+    places = [r for r in range(len(game.receptacles)) if play.held is not None and play.accepts(r, play.held)]
+    if play.held is not None and places:
+        receptacle = rng.choice(places)
+        yield from reach(play, receptacle)
+        yield f"move {game.objects[play.held]} to {game.receptacles[receptacle]}"
+
+
+def reach(play: Play, receptacle: int) -> Iterator[str]:
+    name = play.game.receptacles[receptacle]
+    if play.location != play.game.places[receptacle]:
+        yield f"go to {name}"
+    if not play.accessible(receptacle):
+        yield f"open {name}"
+
+
+def fetch(play: Play, thing: int, rng: random.Random) -> Iterator[str]:
+    """Takes an object in the hand, if it can be."""
+    game = play.game
+    if play.held == thing:
+        return
+    yield from drop(play, rng)
+    where = [r for r, content in enumerate(play.inside) if thing in content]
+    if where and play.held is None and thing in game.flags["pickupable"]:
+        receptacle = rng.choice(where)
+        yield from reach(play, receptacle)
+        yield f"take {game.objects[thing]} from {game.receptacles[receptacle]}"
+
+
+def slicing(play: Play, rng: random.Random) -> Iterator[str]:
+    """Slices something with a knife and looks at what has become of it."""
+    game = play.game
+    knives = [t for t, kind in enumerate(game.object_types) if kind in ("knife", "butterknife")]
+    places = [(t, p) for t, p in sorted(play.lying) if t in game.flags["sliceable"] and p in game.at]
+    if knives and places:
+        knife, (thing, place) = rng.choice(knives), rng.choice(places)
+        yield from fetch(play, knife, rng)
+        if play.location != place:
+            yield f"go to {game.receptacles[game.at[place][0]]}"
+        yield f"slice {game.objects[thing]} with {game.objects[knife]}"
+        yield from treating(play, rng, thing)
+
+
+def treating(play: Play, rng: random.Random, thing: int | None = None) -> Iterator[str]:
+    """Heats, cools and cleans something, and looks at it in between."""
+    game = play.game
+    able = sorted(game.flags["heatable"] | game.flags["coolable"] | game.flags["cleanable"])
+    if thing is None and able:
+        thing = rng.choice(able)
+    if thing is None:
+        return
+    name = game.objects[thing]
+    yield from fetch(play, thing, rng)
+    yield f"examine {name}"
+    for _ in range(3):
+        verb, kind = rng.choice((("heat", "microwave"), ("cool", "fridge"), ("clean", "sinkbasin")))
+        where = [r for r, found in enumerate(game.receptacle_types) if found == kind]
+        if where:
+            receptacle = rng.choice(where)
+            if play.location != game.places[receptacle]:
+                yield f"go to {game.receptacles[receptacle]}"
+            yield f"{verb} {name} with {game.receptacles[receptacle]}"
+            yield f"examine {name}"
+
+
+def shifting(play: Play, rng: random.Random) -> Iterator[str]:
+    """Moves something between receptacles of one place, or out of one of the two that it is in; looks."""
+    game = play.game
+    shared = [rs for rs in game.at.values() if len(rs) > 1]
+    twice = [t for t in range(len(game.objects)) if sum(t in content for content in play.inside) > 1]
+    if twice and rng.random() < 0.5:
+        yield from fetch(play, rng.choice(twice), rng)
+    elif shared:
+        here = rng.choice(shared)
+        things = [t for r in here for t in play.inside[r] if t in game.flags["pickupable"]]
+        if things:
+            yield from fetch(play, rng.choice(things), rng)
+        for r in here:
+            yield from reach(play, r)
+            if play.held is not None:
+                yield f"move {game.objects[play.held]} to {game.receptacles[r]}"
+            yield "look"
+    yield "look"
+    yield "inventory"
+
+
 def session(game: games.Game, walkthrough: list[str], steps: int, rng: random.Random) -> Iterator[str]:
-    """The commands of one comparison; sees the native game only through what is admissible."""
+    """The commands of one comparison; sees the native game only."""
     play = Play(game)
     play.reset()
-    bad = near_misses(play.admissible(), game, rng)
+
+    def bad() -> str:
+        return next(near_misses(play.admissible(), game, rng))
 
     def done(command: str) -> str:
-        nonlocal bad
         play.step(command)
-        bad = near_misses(play.admissible(), game, rng)
         return command
 
     for command in walkthrough:
         if rng.random() < 0.5:
-            yield done(next(bad))
+            yield done(bad())
         yield done(command)
+    for errand in rng.sample((slicing, treating, shifting), 2):
+        for command in errand(play, rng):
+            yield done(command)
     for _ in range(steps):
         if rng.random() < 0.25:
-            yield done(rng.choice(BAD_ACTIONS) if rng.random() < 0.2 else next(bad))
+            yield done(rng.choice(BAD_ACTIONS) if rng.random() < 0.2 else bad())
             continue
         by_verb: dict[str, list[str]] = {}
         for command in play.admissible():
             by_verb.setdefault(command.partition(" ")[0], []).append(command)
-        weights = [{"go": 3, "take": 3, "move": 2, "open": 2}.get(verb, 1) for verb in by_verb]
+        usual = {"go": 6, "help": 1, "look": 2, "inventory": 1}
+        weights = [usual.get(verb, 4) for verb in by_verb]
         yield done(rng.choice(by_verb[rng.choices(list(by_verb), weights)[0]]))
 
 
@@ -111,13 +204,14 @@ def compare(
 
     Raises AssertionError at a difference.
     """
-    game = games.build(data)
-    play, rng = Play(game), random.Random(seed)
+    rng = random.Random(seed)
     count: Counter[str] = Counter()
     start = time.perf_counter()
-    theirs = real("reset", source)
+    theirs = real("reset", source)  # reads the file, too
     count["reset_real_s"] += time.perf_counter() - start  # type: ignore[assignment]
     start = time.perf_counter()
+    game = games.parse(Path(source).read_bytes()) if isinstance(source, str) else games.build(data)
+    play = Play(game)
     ours = play.reset(), play.admissible(), play.won()
     count["reset_native_s"] += time.perf_counter() - start  # type: ignore[assignment]
     trail: list[str] = []
@@ -209,7 +303,7 @@ def main() -> int:
     parser.add_argument("--train-per-type", type=int, default=300, metavar="N")
     parser.add_argument("--valid-per-type", type=int, default=10_000, metavar="N")
     parser.add_argument("--generated", type=int, default=10, metavar="N", help="games of each type")
-    parser.add_argument("--steps", type=int, default=30, help="random commands after the walkthrough")
+    parser.add_argument("--steps", type=int, default=20, help="random commands after the walkthrough")
     parser.add_argument("--exact", action="store_true", help="TextWorld without memoisation")
     parser.add_argument("--part", default="0/1", metavar="K/N", help="every Nth game, from the Kth")
     parser.add_argument("--log", type=Path, help="a JSON line for each finished game")

@@ -188,8 +188,7 @@ def _check_all(root: Path, ids: Sequence[str]) -> list[Verdict]:
     helpers = [_helper(root, share) for share in shares[1:]]
     results = [[check(str(root), id) for id in shares[0]]]
     for share, helper in zip(shares[1:], helpers, strict=True):
-        output = helper.stdout.read() if helper.stdout else b""
-        helper.wait()
+        output, _ = helper.communicate()
         try:
             answered = [(kind, reason) for kind, reason in json.loads(output)]
             assert len(answered) == len(share)
