@@ -30,6 +30,7 @@ CONFIG = ModelConfig(
     tie_word_embeddings=True,
     max_position_embeddings=256,
 )
+WAIT = 240  # seconds after which a future counts as hung; compiling on a busy machine takes a while
 TILES = Tiles(prefill=((1, 8), (4, 8), (2, 32)), decode=(1, 8), pages=(8, 16))
 
 
@@ -102,7 +103,7 @@ def test_logprobs_are_those_of_a_full_forward(shared, score, length):
     ids = prompt(length, seed=length)
     futures = [shared.submit(ids, Sampling(max_tokens=20, seed=s)) for s in range(3)]
     for future in futures:
-        g = future.result(60)
+        g = future.result(WAIT)
         assert len(g.tokens) == 20
         assert g.finish == "length"
         np.testing.assert_allclose(g.logprobs, score(ids, g.tokens), atol=1e-4, rtol=0)
@@ -110,12 +111,12 @@ def test_logprobs_are_those_of_a_full_forward(shared, score, length):
 
 def test_same_seed_same_tokens_alone_in_a_batch_and_from_the_cache(shared):
     requests = [(prompt(5 + 7 * i, seed=100 + i), Sampling(max_tokens=12, seed=i)) for i in range(8)]
-    alone = [shared.submit(*r).result(60) for r in requests]
-    together = [f.result(60) for f in [shared.submit(*r) for r in reversed(requests)]][::-1]
+    alone = [shared.submit(*r).result(WAIT) for r in requests]
+    together = [f.result(WAIT) for f in [shared.submit(*r) for r in reversed(requests)]][::-1]
     for a, b in zip(alone, together, strict=True):
         assert same(a, b)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
-    one, two = (shared.submit(requests[0][0], Sampling(max_tokens=12)).result(60) for _ in range(2))
+    one, two = (shared.submit(requests[0][0], Sampling(max_tokens=12)).result(WAIT) for _ in range(2))
     assert not same(one, two), "without a seed the engine draws a new one"
 
 
@@ -123,11 +124,11 @@ def test_a_group_prefills_its_prompt_once(shared):
     ids = prompt(45, seed=200)
     before = shared.stats()
     futures = [shared.submit(ids, Sampling(max_tokens=6, seed=s)) for s in range(16)]
-    replies = [f.result(60) for f in futures]
+    replies = [f.result(WAIT) for f in futures]
     now = shared.stats()
     assert grew(before, now, "prefilled_tokens", "whole_hits") == [45, 15]
     assert len({tuple(g.tokens) for g in replies}) == 16
-    again = shared.submit(ids, Sampling(max_tokens=1, seed=3)).result(60)
+    again = shared.submit(ids, Sampling(max_tokens=1, seed=3)).result(WAIT)
     assert again.tokens[0] == replies[3].tokens[0]
     np.testing.assert_allclose(again.logprobs, replies[3].logprobs[:1], atol=1e-5, rtol=0)
     after = shared.stats()
@@ -138,10 +139,10 @@ def test_a_group_prefills_its_prompt_once(shared):
 
 def test_the_next_turn_reads_the_last_one_from_the_cache(shared, score):
     ids = prompt(20, seed=300)
-    first = shared.submit(ids, Sampling(max_tokens=14, seed=1)).result(60)
+    first = shared.submit(ids, Sampling(max_tokens=14, seed=1)).result(WAIT)
     second = [*ids, *first.tokens.tolist(), *prompt(5, seed=301)]
     before = shared.stats()
-    g = shared.submit(second, Sampling(max_tokens=4, seed=2)).result(60)
+    g = shared.submit(second, Sampling(max_tokens=4, seed=2)).result(WAIT)
     # 33 of the 39 tokens were read before; 4 pages of 8 are full.
     assert grew(before, shared.stats(), "prefilled_tokens") == [39 - 32]
     np.testing.assert_allclose(g.logprobs, score(second, g.tokens), atol=1e-4, rtol=0)
@@ -153,31 +154,31 @@ def test_prompts_with_a_common_beginning_compute_it_once(shared, score):
     before = shared.stats()
     futures = [shared.submit(p, Sampling(max_tokens=3, seed=0)) for p in prompts]
     for p, f in zip(prompts, futures, strict=True):
-        np.testing.assert_allclose(f.result(60).logprobs, score(p, f.result().tokens), atol=1e-4, rtol=0)
+        np.testing.assert_allclose(f.result(WAIT).logprobs, score(p, f.result().tokens), atol=1e-4, rtol=0)
     assert grew(before, shared.stats(), "prefilled_tokens") == [40 + 6 * 3]
 
 
 def test_stop_tokens_and_length(shared):
     ids = prompt(9, seed=500)
-    free = shared.submit(ids, Sampling(max_tokens=10, seed=4)).result(60)
+    free = shared.submit(ids, Sampling(max_tokens=10, seed=4)).result(WAIT)
     stop = int(free.tokens[3])
     at = free.tokens.tolist().index(stop)
-    g = shared.submit(ids, Sampling(max_tokens=10, seed=4, stop_token_ids=(stop, 1))).result(60)
+    g = shared.submit(ids, Sampling(max_tokens=10, seed=4, stop_token_ids=(stop, 1))).result(WAIT)
     assert (g.finish, g.tokens.tolist()) == ("stop", free.tokens[: at + 1].tolist())
-    g = shared.submit(prompt(120, seed=501), Sampling(max_tokens=50, seed=4)).result(60)
+    g = shared.submit(prompt(120, seed=501), Sampling(max_tokens=50, seed=4)).result(WAIT)
     assert (g.finish, len(g.tokens)) == ("length", 8), "cut where the context ends"
     with pytest.raises(ContextOverflowError, match="128"):
-        shared.submit(prompt(128), Sampling()).result(60)
+        shared.submit(prompt(128), Sampling()).result(WAIT)
 
 
 def test_greedy_and_filters(shared, score):
     ids = prompt(9, seed=510)
     greedy = [
-        shared.submit(ids, Sampling(max_tokens=5, temperature=0.0, seed=s)).result(60) for s in range(2)
+        shared.submit(ids, Sampling(max_tokens=5, temperature=0.0, seed=s)).result(WAIT) for s in range(2)
     ]
     assert same(*greedy)
     np.testing.assert_allclose(greedy[0].logprobs, score(ids, greedy[0].tokens), atol=1e-4, rtol=0)
-    only = shared.submit(ids, Sampling(max_tokens=5, top_k=1, seed=0)).result(60)
+    only = shared.submit(ids, Sampling(max_tokens=5, top_k=1, seed=0)).result(WAIT)
     assert same(only, greedy[0])
     np.testing.assert_allclose(only.logprobs, 0, atol=1e-6)
 
@@ -228,7 +229,7 @@ def test_nothing_compiles_after_warm_up(model, other_params):
             if i == 20:
                 backend.load(other_params, 2)
         for f in futures:
-            f.result(60)
+            f.result(WAIT)
         assert backend.stats()["compilations"] == programs
         assert len(compiled) == count, "nor anything else, anywhere in the process"
     finally:
@@ -239,14 +240,14 @@ def test_weights_change_while_replies_are_sampled(model, other_params, score):
     backend = engine(model)
     try:
         ids = prompt(12, seed=600)
-        old = backend.submit(ids, Sampling(max_tokens=40, seed=0)).result(60)
+        old = backend.submit(ids, Sampling(max_tokens=40, seed=0)).result(WAIT)
         futures = [backend.submit(ids, Sampling(max_tokens=100, seed=s)) for s in range(16)]
         while backend.stats()["sampled_tokens"] < 40 + 8 * 10:
             time.sleep(0.001)
         backend.load(other_params, 7)
         assert backend.version == 7
         late = backend.submit(ids, Sampling(max_tokens=40, seed=0))
-        replies = [f.result(60) for f in futures]
+        replies = [f.result(WAIT) for f in futures]
         for g in replies:
             assert g.version.tolist() == sorted(g.version.tolist())
             assert set(g.version) <= {0, 7}
@@ -254,7 +255,7 @@ def test_weights_change_while_replies_are_sampled(model, other_params, score):
         mixed = next(g for g in replies if len(set(g.version)) == 2)
         n = int((mixed.version == 0).sum())
         np.testing.assert_allclose(mixed.logprobs[:n], score(ids, mixed.tokens)[:n], atol=1e-4, rtol=0)
-        late = late.result(60)
+        late = late.result(WAIT)
         assert set(late.version) == {7}
         assert not same(late, old)
         # Nothing of the old weights' cache was used.
@@ -269,11 +270,11 @@ def test_load_copies(model, other_params, backend):
     fresh = jax.tree.map(lambda x: x + 0, other_params)
     ids = prompt(5)
     backend.load(fresh, 1)
-    one = backend.submit(ids, Sampling(max_tokens=4, seed=0)).result(60)
+    one = backend.submit(ids, Sampling(max_tokens=4, seed=0)).result(WAIT)
     jax.tree.map(lambda x: x.delete(), fresh)  # as donating it does
-    two = backend.submit(prompt(6), Sampling(max_tokens=4, seed=0)).result(60)
+    two = backend.submit(prompt(6), Sampling(max_tokens=4, seed=0)).result(WAIT)
     assert len(two.tokens) == 4
-    assert same(one, backend.submit(ids, Sampling(max_tokens=4, seed=0)).result(60))
+    assert same(one, backend.submit(ids, Sampling(max_tokens=4, seed=0)).result(WAIT))
     with pytest.raises(InputError, match="structure"):
         backend.load({"w": 1}, 2)
 
@@ -282,13 +283,13 @@ def test_broken_weights_are_an_engine_error_of_the_request(model, backend):
     nan = jax.tree.map(lambda x: x * np.nan, nnx.split(model)[1])
     backend.load(nan, 1)
     with pytest.raises(EngineError, match="version 1 of the weights is broken"):
-        backend.submit(prompt(5), Sampling(max_tokens=3)).result(60)
+        backend.submit(prompt(5), Sampling(max_tokens=3)).result(WAIT)
     before = backend.stats()["sampled_tokens"]
     with pytest.raises(EngineError, match="log-prob nan of token 0"):
-        backend.submit(prompt(5), Sampling(max_tokens=3)).result(60)
+        backend.submit(prompt(5), Sampling(max_tokens=3)).result(WAIT)
     assert backend.stats()["sampled_tokens"] == before + 1, "it ends at the first"
     backend.load(nnx.split(model)[1], 2)
-    assert len(backend.submit(prompt(5), Sampling(max_tokens=3)).result(60).tokens) == 3
+    assert len(backend.submit(prompt(5), Sampling(max_tokens=3)).result(WAIT).tokens) == 3
 
 
 def slow(backend, event=None):
@@ -307,10 +308,10 @@ def test_abort(backend):
     gate.set()
     for f in (running[0], running[2], queued[-1]):
         with pytest.raises(CancelledError):
-            f.result(60)
-    assert len(running[1].result(60).tokens) == 100
-    assert all(len(f.result(60).tokens) == 5 for f in queued[:-1])
-    backend.submit(prompt(3), Sampling(max_tokens=1)).result(60)
+            f.result(WAIT)
+    assert len(running[1].result(WAIT).tokens) == 100
+    assert all(len(f.result(WAIT).tokens) == 5 for f in queued[:-1])
+    backend.submit(prompt(3), Sampling(max_tokens=1)).result(WAIT)
     stats = backend.stats()
     assert stats["running"] == stats["waiting"] == 0
     backend._table.clear()
@@ -326,9 +327,9 @@ def test_close_with_running_requests(model):
     backend.close()
     for f in futures:
         with pytest.raises(EngineError, match="closed"):
-            f.result(60)
+            f.result(WAIT)
     with pytest.raises(EngineError, match="closed"):
-        backend.submit([1], Sampling()).result(60)
+        backend.submit([1], Sampling()).result(WAIT)
     with pytest.raises(EngineError, match="closed"):
         backend.load(None, 1)
     assert not backend._thread.is_alive()
@@ -336,7 +337,7 @@ def test_close_with_running_requests(model):
 
 
 def test_a_crash_fails_everything_and_hangs_nothing(backend):
-    ok = backend.submit(prompt(4), Sampling(max_tokens=2)).result(60)
+    ok = backend.submit(prompt(4), Sampling(max_tokens=2)).result(WAIT)
     assert len(ok.tokens) == 2
     dispatch, calls = backend._dispatch, []
 
@@ -350,10 +351,10 @@ def test_a_crash_fails_everything_and_hangs_nothing(backend):
     futures = [backend.submit(prompt(9, seed=i), Sampling(max_tokens=50)) for i in range(12)]
     for f in futures:
         with pytest.raises(EngineError, match="out of memory, say") as info:
-            f.result(60)
+            f.result(WAIT)
         assert isinstance(info.value.__cause__, RuntimeError)
     with pytest.raises(EngineError, match="out of memory, say"):
-        backend.submit([1], Sampling()).result(60)
+        backend.submit([1], Sampling()).result(WAIT)
 
 
 def test_few_pages_make_requests_wait_and_recompute(model, score):
@@ -361,7 +362,7 @@ def test_few_pages_make_requests_wait_and_recompute(model, score):
     backend = engine(model, num_pages=19, tiles=Tiles(((1, 16),), (8,), (16,)))
     try:
         requests = [(prompt(10 + 2 * i, seed=700 + i), Sampling(max_tokens=40, seed=i)) for i in range(8)]
-        replies = [f.result(120) for f in [backend.submit(*r) for r in requests]]
+        replies = [f.result(WAIT) for f in [backend.submit(*r) for r in requests]]
         for (ids, _), g in zip(requests, replies, strict=True):
             np.testing.assert_allclose(g.logprobs, score(ids, g.tokens), atol=1e-4, rtol=0)
         stats = backend.stats()
@@ -374,7 +375,7 @@ def test_few_pages_make_requests_wait_and_recompute(model, score):
 def test_many_threads(shared, score):
     def run(i):
         ids = prompt(4 + i % 30, seed=i % 11)
-        return ids, shared.submit(ids, Sampling(max_tokens=1 + i % 17, seed=i)).result(120)
+        return ids, shared.submit(ids, Sampling(max_tokens=1 + i % 17, seed=i)).result(WAIT)
 
     with ThreadPoolExecutor(64) as pool:
         done = list(pool.map(run, range(192)))
@@ -388,7 +389,7 @@ def test_bf16(model, score):
     backend = engine(model, dtype=jnp.bfloat16, tiles=Tiles(((1, 16),), (8,), (16,)))
     try:
         ids = prompt(20)
-        g = backend.submit(ids, Sampling(max_tokens=10, seed=0)).result(60)
+        g = backend.submit(ids, Sampling(max_tokens=10, seed=0)).result(WAIT)
         np.testing.assert_allclose(g.logprobs, score(ids, g.tokens), atol=0.1, rtol=0)
     finally:
         backend.close()
@@ -422,8 +423,8 @@ def test_replicated_on_a_mesh(model):
     params = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     backend = engine(nnx.merge(graphdef, params), tiles=Tiles(((1, 16),), (8,), (16,)))
     try:
-        assert len(backend.submit(prompt(5), Sampling(max_tokens=3)).result(60).tokens) == 3
+        assert len(backend.submit(prompt(5), Sampling(max_tokens=3)).result(WAIT).tokens) == 3
         backend.load(nnx.split(model)[1], 1)  # from elsewhere
-        assert set(backend.submit(prompt(5), Sampling(max_tokens=3)).result(60).version) == {1}
+        assert set(backend.submit(prompt(5), Sampling(max_tokens=3)).result(WAIT).version) == {1}
     finally:
         backend.close()
