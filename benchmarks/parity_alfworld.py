@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -265,6 +266,22 @@ def write_transcripts(path: Path, transcripts: list[dict[str, Any]]) -> None:
         file.write(lines.encode())
 
 
+def odd(data: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """A game with facts at the start that the published ones never have, but the domain allows."""
+    problem = data["pddl_problem"]
+    objects = re.findall(r"(\S+) - object", problem)
+    openable = re.findall(r"\(openable (\S+)\)", problem)
+    states = ("isHot", "isCool", "isClean", "isSliced", "isToggled", "isOn")
+    facts = [f"{rng.choice(states)} {rng.choice(objects)}" for _ in range(12)]
+    facts += [f"pickupable {o}" for o in objects if "Lamp" in o or "Chair" in o]
+    facts += [f"toggleable {o}" for o in objects if "Mug" in o or "Laptop" in o]
+    facts += [f"opened {r}" for r in openable if rng.random() < 0.5] + [f"checked {r}" for r in openable[:1]]
+    if rng.random() < 0.3:
+        facts += [f"holds agent1 {rng.choice(objects)}", "holdsAny agent1"]
+    started = "".join(f"({fact})\n" for fact in facts)
+    return data | {"pddl_problem": problem.replace("(:init\n", f"(:init\n{started}")}
+
+
 def listed(args: argparse.Namespace) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
     """(name, group, what TextWorld loads, its data) of each game to compare."""
     if args.data:
@@ -285,7 +302,7 @@ def listed(args: argparse.Namespace) -> Iterator[tuple[str, str, Any, dict[str, 
                         str(path),
                         json.loads(path.read_text()),
                     )
-    if args.generated:
+    if args.generated or args.odd:
         from metagym.envs.alfworld import generate
 
         texts = generate.package_texts()
@@ -293,6 +310,10 @@ def listed(args: argparse.Namespace) -> Iterator[tuple[str, str, Any, dict[str, 
             for kind in games.TYPES:
                 data = generate.file_content(kind, number, *texts)
                 yield f"generated/{kind}:{number}", f"generated/{kind}", data, data
+        for number in range(args.odd):
+            for kind in games.TYPES:
+                data = odd(generate.file_content(kind, number, *texts), random.Random(f"{kind}:{number}"))
+                yield f"odd/{kind}:{number}", f"odd/{kind}", data, data
 
 
 def main() -> int:
@@ -303,6 +324,7 @@ def main() -> int:
     parser.add_argument("--train-per-type", type=int, default=300, metavar="N")
     parser.add_argument("--valid-per-type", type=int, default=10_000, metavar="N")
     parser.add_argument("--generated", type=int, default=10, metavar="N", help="games of each type")
+    parser.add_argument("--odd", type=int, default=5, metavar="N", help="odd games of each type")
     parser.add_argument("--steps", type=int, default=20, help="random commands after the walkthrough")
     parser.add_argument("--exact", action="store_true", help="TextWorld without memoisation")
     parser.add_argument("--part", default="0/1", metavar="K/N", help="every Nth game, from the Kth")

@@ -30,6 +30,22 @@ GENERATED = {
 SPLITS = (*files.SPLITS, *GENERATED)
 ALIASES = {"validation": "valid_seen", "test": "valid_unseen"}
 HORIZON = 50  # steps, as in the published results
+PROMPT = """\
+You are in a house and have one task to do. At each turn you read what happened and give one command:
+  go to X            X is a place: a table, a shelf, a cabinet, an appliance
+  open X, close X    the place you are at
+  take O from X      you can hold one object
+  move O to X        put what you hold in or on the place you are at
+  heat O with X      X is a microwave, O what you hold
+  cool O with X      X is a fridge
+  clean O with X     X is a sinkbasin
+  slice O with K     K is a knife that you hold
+  use O              turn on a lamp that is where you are
+  examine X          a place you are at, or what you hold
+  look, inventory, help
+Use the names you read, with their numbers, such as "take mug 1 from shelf 2". "Nothing happens." means that
+the command is not possible here: look for another way."""
+"""A system prompt for agents: what can be said. The task is in the first observation."""
 _TARGET = "metagym.envs.alfworld.real:RealGame"
 _PUT = re.compile(r"put (.+?) (?:in/on|in|on|into|onto|inside) (.+)")
 

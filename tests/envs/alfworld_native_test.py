@@ -40,7 +40,7 @@ def test_the_transcripts_cover_all_types_and_commands():
     verbs = {"go", "take", "move", "open", "close", "examine", "use", "heat", "cool", "clean", "slice"}
     assert {v for v in verbs | {"look", "inventory", "help"} if done.count(v) < 5} == set()
     texts = " ".join(text for row in rows for text, _, _ in row["answers"])
-    for phrase in ("Next to it, you see a ", "sliced", "This is a normal", "is on.", "cold", "hot", "clean"):
+    for phrase in ("Next to it, you see a ", "sliced", "This is a normal", "cold", "hot", "clean"):
         assert phrase in texts
     assert TRANSCRIPTS.stat().st_size < 300_000
 

@@ -13,7 +13,8 @@ import pytest
 from metagym import testing
 from metagym.envs.alfworld import ALFWorldEnv, generate
 from metagym.envs.alfworld import env as module
-from metagym.envs.alfworld.env import SPLITS, TYPES
+from metagym.envs.alfworld.env import PROMPT, SPLITS, TYPES
+from metagym.envs.alfworld.native import HELP
 from metagym.errors import InputError, MissingExtraError, UnknownNameError
 
 HEAT = "pick_heat_then_place_in_recep"
@@ -121,6 +122,13 @@ def test_aliases_are_off_unless_asked_for(word):
         assert stream(env, task, [*way, put])[-1][0] == "Nothing happens."
 
 
+def test_the_prompt_lists_the_verbs_that_there_are():
+    words = {line.split()[0] for line in PROMPT.splitlines() if line.startswith("  ")}
+    words |= {"close", "inventory", "help"} & set(re.findall(r"\w+", PROMPT))
+    real = {line.split()[0].rstrip(":") for line in HELP.splitlines()[1:]}
+    assert {w.rstrip(",") for w in words} == real | {"help"}
+
+
 def test_a_step_does_not_depend_on_threads():
     """Many envs at once, in threads, do what they do alone; games and their tables are shared."""
 
@@ -170,13 +178,13 @@ real = pytest.mark.skipif(not REAL, reason="the extra alfworld is not installed"
 @pytest.mark.parametrize("kind", TYPES)
 def test_textworld_engine_says_the_same(kind):
     commands = ["look", "help", "nonsense", *testing.BAD_ACTIONS, *generate.walkthrough(kind, 4)]
-    with make(engine="textworld") as theirs, make() as ours:
+    with make(engine="textworld", timeout_s=240) as theirs, make() as ours:
         assert stream(theirs, f"{kind}:4", commands) == stream(ours, f"{kind}:4", commands)
 
 
 @real
 def test_textworld_engine_recycles_its_worker():
-    with make(engine="textworld", recycle_after=1) as env:
+    with make(engine="textworld", recycle_after=1, timeout_s=240) as env:
         env.reset(seed=0)
         first = env._worker.pid
         env.reset(seed=0)
