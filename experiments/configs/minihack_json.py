@@ -1,12 +1,12 @@
 """A whole conversation in one trace: SmolLM2-135M walks to the staircase with JSON actions.
 
-GRPO on MiniHack-Room-Random-5x5 with the model's own chat template and the history kept: an episode is one token
-trace of up to eight turns. A reply is begun with `{"action": "`; the model samples the rest, closing quote, brace
-and end-of-turn token included, and is trained on all of it. A reply that is no complete JSON object ends the
-episode, so the form is learned along with the way.
+GRPO on MiniHack-Room-Random-5x5 with the model's own chat template and the history kept: an episode is one
+token trace of up to eight turns. A reply is begun with `{"action": "`; the model samples the rest, closing
+quote, brace and end-of-turn token included, and is trained on all of it. A reply that is no complete JSON
+object ends the episode, so the form is learned along with the way.
 
-Time: about 15 minutes on two cores without an accelerator. Expected, success on 200 held-out seeds at temperature
-1: from 25 % to 97 %.
+Time: about 15 minutes on two cores without an accelerator. Expected, success on 200 held-out seeds at
+temperature 1: from 25 % to 97 %.
 Command: make train CONFIG=experiments/configs/minihack_json.py
 """
 
