@@ -163,7 +163,7 @@ def test_a_wrong_command_is_found(text, capsys):
 
 
 def test_a_wrong_field_is_found():
-    with pytest.raises(ValueError, match="did you mean|Did you mean"):
+    with pytest.raises(ValueError, match="steps"):
         config_problem(["debug"], ["--config.stepz=3"])
 
 
