@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from metagym.models import sharding
@@ -132,7 +133,7 @@ def _rows_primal(q, k, v, segments, block, dtype) -> jax.Array:
 
 def _rows_fwd(q, k, v, segments, block, dtype):
     row = functools.partial(_row_forward, block=block, dtype=dtype)
-    out, lse = lax.map(lambda args: row(*args), (q, k, v, segments))
+    out, lse = checkpoint_name(lax.map(lambda args: row(*args), (q, k, v, segments)), "attention")
     return out, (q, k, v, segments, out, lse)
 
 

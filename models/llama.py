@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from metagym.models import sharding
@@ -135,6 +136,30 @@ class ModelConfig:
         }
 
 
+MEMORY = 1 << 30
+"""Bytes of intermediate results that a device keeps for the backward pass, if nothing else is said."""
+
+
+def kept(config: ModelConfig, tokens: int, memory: int) -> list[str]:
+    """What a training pass over `tokens` tokens keeps of every layer, within `memory` bytes, so that the
+    backward pass does not compute it again: what costs the most time for its size comes first. The inputs of
+    the layers are kept in any case. Keeping more or less changes no log-probability."""
+    c = config
+    sizes = {
+        "attention": c.num_attention_heads * (c.head_dim + 1),
+        "qkv": (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim,
+        "middle": c.hidden_size,
+        "gate_up": 2 * c.intermediate_size,
+    }
+    names, used = [], 0
+    for name, size in sizes.items():
+        used += 4 * size * tokens * c.num_hidden_layers
+        if used > memory:
+            break
+        names.append(name)
+    return names
+
+
 class Cache(NamedTuple):
     """Keys and values of everything generated so far, in pages that sequences own. k and v are
     `[N, pages, page_size, K, h]`; page 0 is scratch: padding is written there and nobody reads it."""
@@ -221,6 +246,7 @@ class Llama(nnx.Module):
         """x [..., D] -> rotated q [..., K, G, h] and k [..., K, h], and v [..., K, h]."""
         c = self.config
         y = matmul(rms_norm(x, w["attn_norm"], c.rms_norm_eps), w["qkv"].reshape(c.hidden_size, -1), dtype)
+        y = checkpoint_name(y, "qkv")
         y = y.reshape(*x.shape[:-1], c.num_key_value_heads, c.groups + 2, c.head_dim)
         qk = rotate(y[..., :-1, :], cos[..., None, :], sin[..., None, :])
         return qk[..., :-1, :], qk[..., -1, :], y[..., -1, :]
@@ -229,8 +255,10 @@ class Llama(nnx.Module):
         """Adds the output projection of `attended` [..., K, G, h] to x [..., D], then the gated MLP."""
         c = self.config
         x = x + matmul(attended.reshape(*x.shape[:-1], -1), w["out"].reshape(-1, c.hidden_size), dtype)
+        x = checkpoint_name(x, "middle")
         y = rms_norm(x, w["mlp_norm"], c.rms_norm_eps)
-        gate, up = jnp.split(matmul(y, w["gate_up"].reshape(c.hidden_size, -1), dtype), 2, axis=-1)
+        y = checkpoint_name(matmul(y, w["gate_up"].reshape(c.hidden_size, -1), dtype), "gate_up")
+        gate, up = jnp.split(y, 2, axis=-1)
         return x + matmul(jax.nn.silu(gate) * up, w["down"], dtype)
 
     def _stacked(self) -> dict[str, jax.Array]:
@@ -254,13 +282,14 @@ class Llama(nnx.Module):
         segments: jax.Array,
         *,
         compute_dtype: Any = jnp.float32,
+        memory: int = MEMORY,
         mesh: Mesh | None = None,
     ) -> jax.Array:
         """The normalised last hidden states, f32 `[B, L, D]`.
 
         tokens, positions (from 0 in each segment), segments: i32 `[B, L]`. Tokens of a segment are adjacent
         and see the earlier ones of the same segment; segment 0 is padding, its rows are finite and mean
-        nothing.
+        nothing. `memory`: see `kept`.
         """
         assert tokens.ndim == 2, tokens.shape
         assert tokens.shape == positions.shape == segments.shape, (tokens.shape, positions.shape)
@@ -272,13 +301,18 @@ class Llama(nnx.Module):
             attended = packed_attention(q, k, v, segments, dtype=compute_dtype, mesh=mesh)
             return self._finish(w, x, attended, compute_dtype), None
 
-        x, _ = lax.scan(jax.checkpoint(layer, prevent_cse=False), self._embed(tokens, mesh), self._stacked())
+        rows = math.ceil(tokens.shape[0] / sharding.parts("batch", mesh))
+        names = kept(self.config, rows * tokens.shape[1], memory)
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+        x, _ = lax.scan(layer, self._embed(tokens, mesh), self._stacked())
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
 
     def token_logprobs(
         self,
         hidden: jax.Array,
         targets: jax.Array,
+        mask: jax.Array | None = None,
         *,
         chunk: int = 512,
         compute_dtype: Any = jnp.float32,
@@ -361,12 +395,14 @@ def _cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible:
 
 
 class HasTokens(Protocol):
-    """What `make_policy` reads of a batch: i32 `[B, L]` each."""
+    """What `make_policy` reads of a batch: i32 `[B, L]` each, and which targets matter."""
 
     @property
     def tokens(self) -> Any: ...
     @property
     def targets(self) -> Any: ...
+    @property
+    def mask(self) -> Any: ...
     @property
     def positions(self) -> Any: ...
     @property
@@ -377,18 +413,29 @@ Policy = Callable[[Any, HasTokens], tuple[jax.Array, jax.Array]]
 
 
 def make_policy(
-    graphdef: Any, *, compute_dtype: Any = jnp.float32, chunk: int = 512, mesh: Mesh | None = None
+    graphdef: Any,
+    *,
+    compute_dtype: Any = jnp.float32,
+    chunk: int = 512,
+    memory: int = MEMORY,
+    mesh: Mesh | None = None,
 ) -> Policy:
     """The model as a pure function `policy(params, batch) -> (logprobs, entropy)`, each f32 `[B, L]`: how
-    likely `batch.targets` are. `graphdef, params = nnx.split(model)`."""
+    likely `batch.targets` are, 0 where `batch.mask` is. `graphdef, params = nnx.split(model)`. `chunk`: see
+    `Llama.token_logprobs`; `memory`: see `kept`."""
 
     def policy(params: Any, batch: HasTokens) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graphdef, params)
         hidden = model.hidden(
-            batch.tokens, batch.positions, batch.segments, compute_dtype=compute_dtype, mesh=mesh
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            compute_dtype=compute_dtype,
+            memory=memory,
+            mesh=mesh,
         )
         return model.token_logprobs(
-            hidden, batch.targets, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh
+            hidden, batch.targets, batch.mask, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh
         )
 
     return policy

@@ -91,6 +91,13 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(RULES["batch"]))
 
 
+def parts(axis: str, mesh: Mesh | None) -> int:
+    """Into how many parts a mesh cuts a logical axis that is long enough."""
+    target = RULES[axis] if mesh is not None else None
+    names = (target,) if isinstance(target, str) else target or ()
+    return math.prod(mesh.shape[n] for n in names) if mesh is not None else 1
+
+
 def constrain(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None) -> jax.Array:
     """Inside jit: `x` lies as its logical axes say. Without a mesh nothing happens."""
     if mesh is None:

@@ -16,6 +16,7 @@ from metagym.models.llama import rms_norm, rotary
 class Batch:
     tokens: jax.Array
     targets: jax.Array
+    mask: jax.Array
     positions: jax.Array
     segments: jax.Array
 
@@ -73,6 +74,7 @@ def random_batch():
         return Batch(
             tokens=jnp.asarray(tokens),
             targets=jnp.asarray(targets),
+            mask=jnp.asarray(segments > 0, jnp.float32),
             positions=jnp.asarray(positions),
             segments=jnp.asarray(segments),
         )

@@ -38,6 +38,29 @@ def test_equals_naive_in_value_and_gradient(case, chunk):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.8])
+def test_masked_targets_are_zero_and_change_nothing_else(share):
+    """Few and many trained tokens; the gradient is that of the trained ones alone."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(2, 400, 32)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(200, 32)) / 3, jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 200, (2, 400)))
+    mask = jnp.asarray(rng.random((2, 400)) < share, jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(2, 2, 400)), jnp.float32)
+
+    def loss(hidden, head, *mask_argument):
+        logprobs, entropy = token_logprobs(hidden, head, targets, *mask_argument, chunk=256)
+        return (mask * (weights[0] * logprobs + weights[1] * entropy)).sum(), (logprobs, entropy)
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (_, got), gradients = run(hidden, head, mask)
+    (_, want), expected = run(hidden, head)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b * mask)
+    for a, b in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(float(jnp.abs(b).max()), 1e-9))
+
+
 def test_numbers_by_hand():
     """Logits (0, ln 3): probabilities 1/4 and 3/4."""
     hidden = jnp.ones((1, 2, 1), jnp.float32)

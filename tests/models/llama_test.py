@@ -8,6 +8,7 @@ from flax import nnx
 
 from metagym.models import Llama, ModelConfig, ModelError, init_cache, make_policy
 from metagym.models.attention import BLOCK
+from metagym.models.llama import kept
 
 RAW = {
     "model_type": "llama",
@@ -126,6 +127,26 @@ def test_packing_anywhere_is_close(scores, eight):
     }
     for got, want in zip(scores(type(eight)(**packed)), scores(eight), strict=True):
         np.testing.assert_allclose(got.reshape(8, 200), want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_kept_changes_no_bit_of_the_log_probs_nor_the_gradient(tiny, random_batch):
+    b = random_batch([[100, 28], [128]])
+    graphdef, params = nnx.split(tiny)
+    assert kept(tiny.config, 256, 0) == []
+    assert kept(tiny.config, 256, 1 << 30) == ["attention", "qkv", "middle", "gate_up"]
+    results = []
+    for memory in (0, 600_000, 1 << 30):
+        policy = make_policy(graphdef, chunk=128, memory=memory)
+
+        def loss(p, policy=policy):
+            logprobs, _ = policy(p, b)
+            return logprobs.sum(), logprobs
+
+        results.append(jax.jit(jax.grad(loss, has_aux=True))(params))
+    for gradient, logprobs in results[1:]:
+        np.testing.assert_array_equal(logprobs, results[0][1])
+        for got, want in zip(jax.tree.leaves(gradient), jax.tree.leaves(results[0][0]), strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * float(jnp.abs(want).max()))
 
 
 # bf16
