@@ -4,6 +4,7 @@ Whatever a config can get wrong is an InputError here, before anything is traine
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -26,14 +27,23 @@ import metagym.agents
 from metagym.episode import Agent, run
 from metagym.errors import InputError, MetaGymError, UnknownNameError
 from metagym.experiments.config import Config
-from metagym.models import Llama, ModelConfig, ModelError, load, make_mesh, save
+from metagym.models import (
+    Llama,
+    ModelConfig,
+    ModelError,
+    load,
+    make_mesh,
+    make_policy,
+    make_tiled_policy,
+    save,
+)
 from metagym.protocols import Backend
-from metagym.proxy.backends.embedded import EmbeddedBackend
+from metagym.proxy.backends.embedded import EmbeddedBackend, Tiles
 from metagym.proxy.render import Renderer
 from metagym.proxy.session import Session
 from metagym.rl import algorithms, losses
 from metagym.rl.rollouts import Episode, Request
-from metagym.rl.train_step import make_optimizer
+from metagym.rl.train_step import Policy, make_optimizer
 from metagym.rl.types import Algorithm
 from metagym.types import Sampling, Trajectory
 
@@ -141,6 +151,36 @@ def build_backend(config: Config, model: Llama) -> EmbeddedBackend:
         num_pages=config.engine.num_pages or None,
         seed=config.seed,
         dtype=dtype(config.model.engine_dtype),
+        deterministic=config.engine.deterministic,
+    )
+
+
+def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
+    """A function from a model's graphdef to the model as training computes it. Raises InputError for tiles
+    without an engine that has the same."""
+    compute_dtype = dtype(config.model.compute_dtype)
+    if not config.model.tiled:
+        return functools.partial(
+            make_policy, compute_dtype=compute_dtype, chunk=config.model.chunk, mesh=mesh
+        )
+    page_size, context = config.engine.page_size, config.sampling.context
+    needs = {
+        "config.engine.deterministic": config.engine.deterministic,
+        "the same compute_dtype and engine_dtype": config.model.compute_dtype == config.model.engine_dtype,
+        "a mesh of one device": mesh.size == 1,
+        f"config.batch.align to be a multiple of config.engine.page_size, {page_size}": (
+            config.batch.align % page_size == 0
+        ),
+    }
+    for what, given in needs.items():
+        if not given:
+            raise InputError(f"config.model.tiled needs {what}.")
+    return functools.partial(
+        make_tiled_policy,
+        rows=Tiles.fixed(config.engine.slots, context, page_size).decode[0],
+        page_size=page_size,
+        context=context,
+        compute_dtype=compute_dtype,
     )
 
 

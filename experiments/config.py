@@ -60,6 +60,7 @@ def base() -> Config:
     c.model.compute_dtype = "float32"  # of products in training; weights, sums and norms are always float32
     c.model.engine_dtype = "float32"  # of weights and cache in the embedded engine
     c.model.chunk = 256  # tokens whose logits exist at the same time
+    c.model.tiled = False  # training computes in the deterministic engine's tiles: the same log-probs; slow
 
     c.world = ConfigDict()
     c.world.id = "metagym/Toy-v0"
@@ -111,6 +112,7 @@ def base() -> Config:
     c.engine.slots = 32  # sequences that decode at the same time
     c.engine.page_size = 16  # tokens of a cache page
     c.engine.num_pages = 0  # 0: as many as the slots can need
+    c.engine.deterministic = False  # the same seed, the same bits, whatever runs at the same time; slower
 
     c.mesh = ConfigDict()  # devices along each axis; -1: all that are left
     c.mesh.data = 1
@@ -118,6 +120,7 @@ def base() -> Config:
     c.mesh.tensor = 1
 
     c.retries = 2  # of an episode that failed for a reason that is not the agent's
+    c.episode_timeout_s = 0.0  # after which an episode counts as failed, because something hangs; 0: never
     c.max_distance = 1.0  # nats between the sampler's and the trainer's log-prob of a token, or the run stops
     c.checkpoint_every = 0  # steps; 0: only at the end
     c.checkpoints_kept = 2  # the newest

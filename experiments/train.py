@@ -27,7 +27,6 @@ from metagym.experiments import config as config_lib
 from metagym.experiments.config import Config
 from metagym.experiments.results import Score
 from metagym.experiments.tracking import Console, Together
-from metagym.models import make_policy
 from metagym.proxy.backends.embedded import EmbeddedBackend
 from metagym.rl import checkpoint, loop
 from metagym.rl.metrics import TensorBoardTracker, read_jsonl
@@ -37,7 +36,15 @@ from metagym.rl.types import Algorithm, TrainState
 from metagym.types import Task
 
 # May differ between a run and its resumption: what is left is what the checkpoint was made with.
-FREE_ON_RESUME = ("steps", "checkpoint_every", "evaluate", "max_workers", "mesh", "engine")
+FREE_ON_RESUME = (
+    "steps",
+    "checkpoint_every",
+    "evaluate",
+    "max_workers",
+    "episode_timeout_s",
+    "mesh",
+    "engine",
+)
 SHOWN = {
     "outcome/mean": "success",
     "reward/mean": "reward",
@@ -95,9 +102,9 @@ def parts(config: Config, scratch: Path) -> Iterator[Parts]:
     A model of random weights is written to `scratch`. Raises InputError for whatever can't work.
     """
     algorithm, optimizer = build.build_algorithm(config), build.build_optimizer(config)
-    compute_dtype = build.dtype(config.model.compute_dtype)
     agent = build.build_agent(config)
     mesh = build.build_mesh(config)
+    make_policy = build.build_policy(config, mesh)
     with contextlib.ExitStack() as stack:
 
         def pool(**override: Any) -> build.EnvPool:
@@ -129,7 +136,7 @@ def parts(config: Config, scratch: Path) -> Iterator[Parts]:
         }
         episode = build.build_episode(config, backend, renderer, agent, train_pool, training=True)
         graphdef, params = nnx.split(model)
-        policy = make_policy(graphdef, compute_dtype=compute_dtype, chunk=config.model.chunk, mesh=mesh)
+        policy = make_policy(graphdef)
         state = init_state(params, optimizer, jax.random.key(config.seed), mesh)
         reference = None if algorithm.kl is None else jax.tree.map(jnp.copy, state.params)
         yield Parts(
@@ -182,6 +189,7 @@ def train(config: Config, workdir: Path, *, resume: bool = False, stream: TextIO
                 keep=config.checkpoints_kept,
                 max_workers=config.max_workers,
                 retries=config.retries,
+                timeout_s=config.episode_timeout_s or None,
                 evaluate=evaluate if p.evaluations else None,
                 evaluate_every=config.evaluate_every or config.steps,
                 max_distance=config.max_distance,

@@ -5,6 +5,7 @@ from metagym.models.errors import ModelError
 from metagym.models.llama import Cache, Llama, ModelConfig, init_cache, make_policy
 from metagym.models.loading import load, save
 from metagym.models.sharding import batch_sharding, make_mesh, param_shardings
+from metagym.models.tiled import make_tiled_policy
 
 __all__ = [
     "EXACT_ALIGNMENT",
@@ -17,6 +18,7 @@ __all__ = [
     "load",
     "make_mesh",
     "make_policy",
+    "make_tiled_policy",
     "param_shardings",
     "save",
 ]

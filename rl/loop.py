@@ -128,6 +128,7 @@ def train(
     max_workers: int = 8,
     executor: Executor | None = None,
     retries: int = 2,
+    timeout_s: float | None = None,
     evaluate: Callable[[int], Mapping[str, float]] | None = None,
     evaluate_every: int = 0,
     max_distance: float = math.inf,
@@ -140,7 +141,8 @@ def train(
     state: as `init_state` made it; consumed (donated, or given up for a checkpoint's).
     rows, length: shape of a micro-batch. minibatches: updates a step. align: of segment starts in a row.
     reference: parameters that a KL term is measured against, in arrays of their own.
-    executor: runs the episodes; `max_workers` threads if None. retries: of a failed episode.
+    executor: runs the episodes; `max_workers` threads if None. retries: of a failed episode. timeout_s:
+        longest that one may take before it counts as failed, if given.
     checkpoint_every: steps between checkpoints (0: at the end alone), of which the newest `keep` stay.
     evaluate: given the step, returns metrics, which are written down as "eval/<name>"; called before the
     first step,
@@ -219,6 +221,7 @@ def train(
                         version=version,
                         executor=executor,
                         retries=retries,
+                        timeout_s=timeout_s,
                         on_end=on_end,
                     )
                 collected, intact = time.monotonic(), False

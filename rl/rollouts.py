@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -120,14 +121,17 @@ def collect(
     version: int,
     executor: Executor,
     retries: int = 2,
+    timeout_s: float | None = None,
     on_end: Callable[[Request, Trajectory], None] | None = None,
 ) -> Rollouts:
     """Plays `group_size` episodes of each task and returns them in a fixed order, however they finished.
 
     Seeds are functions of (seed, step, group, member). An episode that fails (infrastructure, invalid reward,
     a reward that is no number, an InfraError raised) is played again, with the same seeds, up to `retries`
-    times; if it still fails, its group is smaller. `on_end` is called in this thread with every episode,
-    failed ones too.
+    times; if it still fails, its group is smaller. So is one that takes longer than `timeout_s` seconds: the
+    guard against a call that hangs where nothing has a deadline of its own. Its thread cannot be stopped: it
+    is left behind, and what it returns one day is dropped. `on_end` is called in this thread with every
+    episode, failed ones too.
 
     Raises TrainingError if no episode at all was usable, and whatever `episode` raises beyond InfraError.
     """
@@ -141,7 +145,7 @@ def collect(
         attempts = []
         for attempt in range(retries + 1):
             request = replace(request, attempt=attempt)
-            attempts.append((request, _play_once(episode, request)))
+            attempts.append((request, _play_once(episode, request, timeout_s)))
             if attempts[-1][1].stop.in_loss:
                 break
         return attempts
@@ -176,9 +180,9 @@ def collect(
     )
 
 
-def _play_once(episode: Episode, request: Request) -> Trajectory:
+def _play_once(episode: Episode, request: Request, timeout_s: float | None) -> Trajectory:
     try:
-        trajectory = episode(request)
+        trajectory = episode(request) if timeout_s is None else _in_time(episode, request, timeout_s)
     except InfraError as error:
         stop = StopReason.INVALID_REWARD if isinstance(error, GraderError) else StopReason.INFRA
         text = f"{type(error).__name__}: {error}"
@@ -194,6 +198,22 @@ def _play_once(episode: Episode, request: Request) -> Trajectory:
         text = f"reward {trajectory.reward}, outcome {trajectory.outcome}"
         return replace(trajectory, stop=StopReason.INVALID_REWARD, error=text)
     return trajectory
+
+
+def _in_time(episode: Episode, request: Request, timeout_s: float) -> Trajectory:
+    """Plays in a thread of its own. Raises InfraError if it takes too long, and whatever `episode` raises."""
+    done: Future[Trajectory] = Future()
+
+    def play() -> None:
+        try:
+            done.set_result(episode(request))
+        except BaseException as error:  # raised again by the one who waits
+            done.set_exception(error)
+
+    threading.Thread(target=play, name=f"episode-{request.id}", daemon=True).start()
+    if not wait([done], timeout_s).done:
+        raise InfraError(f"episode {request.id} hangs: it did not end within {timeout_s:g} s")
+    return done.result()
 
 
 def _metrics(good: Sequence[Trajectory], failures: Sequence[Trajectory], asked: int) -> dict[str, float]:
@@ -212,7 +232,10 @@ def _metrics(good: Sequence[Trajectory], failures: Sequence[Trajectory], asked: 
         metrics[f"stop/{stop}"] = float(sum(t.stop == stop for t in (*good, *failures)))
     names = sorted({name for t in good for name in t.metrics})
     return metrics | {
-        f"episode/{name}": float(np.mean([t.metrics[name] for t in good if name in t.metrics]))
+        # What a clock said, "seconds" and "model_seconds", is kept apart from what can be made again.
+        f"{'time/episode_' if name.endswith('seconds') else 'episode/'}{name}": float(
+            np.mean([t.metrics[name] for t in good if name in t.metrics])
+        )
         for name in names
     }
 

@@ -12,14 +12,17 @@ cache is paged; `pages.py` says who owns what:
   replies that are being sampled go on, and each token carries the version that sampled it.
 
 Which tokens are sampled depends on the request's seed and the logits, not on what else is in the batch. The
-logits of a sequence can differ in their last bits with the shape that computed them.
+logits of a sequence can differ in their last bits with the shape that computed them, unless the engine is
+deterministic: then every token goes through one shape, a tile of `page_size` tokens that starts at a page's
+start. A step of decoding computes the page it is in anew, so a token is at the same place of the same tile
+whether it was a prompt's or sampled, computed alone or with others, or read from the cache.
 """
 
 import atexit
 import functools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -50,6 +53,7 @@ _COUNTS = (
     ),
     *("prefill_steps", "prefill_padding", "decode_steps", "decode_padding"),
 )
+FIXED_ROWS = 8  # sequences in the one tile of a deterministic engine
 _DISPATCH_COST = 24  # what one dispatch costs apart from its tokens, in tokens
 
 
@@ -68,6 +72,12 @@ class Tiles:
         chunks = ((1, 1), (1, 4), (1, 16), (8, 1), (8, 4))  # in pages
         prefill = [(s, c * page_size) for s, c in chunks if s <= max(slots, 1) and c <= most]
         return cls(tuple(prefill), tuple(sorted({1, -(-slots // 4), slots})), (*pages, most))
+
+    @classmethod
+    def fixed(cls, slots: int, context: int, page_size: int) -> "Tiles":
+        """One shape, for an engine that is deterministic."""
+        rows = min(slots, FIXED_ROWS)
+        return cls(((rows, page_size),), (rows,), (-(-context // page_size),))
 
 
 @dataclass(eq=False)
@@ -99,6 +109,10 @@ class EmbeddedBackend(Live):
       seed: draws the seeds of requests that have none, in the order of their arrival.
       dtype: of the matrix products and the cache. float32 is exact, and the faster one on most CPUs.
       tiles: the shapes to compile for.
+      deterministic: a request with a seed has the same tokens and log-probs, bit for bit, whatever else the
+        engine does and has in its cache; see the module. Slower: each step of decoding computes a page for
+        every sequence, so a small `page_size` (4) suits it. Weights that change during a reply are outside of
+        this, as the moment of the change is.
     """
 
     def __init__(
@@ -112,8 +126,11 @@ class EmbeddedBackend(Live):
         seed: int = 0,
         dtype: Any = jnp.float32,
         tiles: Tiles | None = None,
+        deterministic: bool = False,
     ):
         config = model.config
+        if deterministic and tiles is not None:
+            raise InputError("a deterministic engine has one shape: it takes no tiles")
         if context > config.max_position_embeddings:
             raise InputError(
                 f"context {context} exceeds the model's {config.max_position_embeddings} positions"
@@ -135,7 +152,9 @@ class EmbeddedBackend(Live):
         self._version = 0
         self._pushed = False  # whether `load` was ever called
         self._vocab, self._dtype = config.vocab_size, jnp.dtype(dtype)
-        self._tiles = tiles or Tiles.default(slots, context, page_size)
+        self.deterministic = deterministic
+        self._tiles = tiles or (Tiles.fixed if deterministic else Tiles.default)(slots, context, page_size)
+        self._decode_tokens = page_size if deterministic else 1  # of each sequence in a decoding step
         self._graphdef, params = nnx.split(model)
         leaf = jax.tree.leaves(params)[0]
         if isinstance(leaf.sharding, NamedSharding):
@@ -257,7 +276,7 @@ class EmbeddedBackend(Live):
     def warm_up(self) -> None:
         """Compiles every program now rather than when it is first needed."""
         for width in self._tiles.pages:
-            for s, c in {*self._tiles.prefill, *((s, 1) for s in self._tiles.decode)}:
+            for s, c in {*self._tiles.prefill, *((s, self._decode_tokens) for s in self._tiles.decode)}:
                 self._compile("extend", self._extend_inputs([], s, c, width))
         for s in self._tiles.decode:
             self._compile("sample", self._sample_inputs([], s, []))
@@ -445,10 +464,12 @@ class EmbeddedBackend(Live):
         batch = list(self._decoding)
         if not batch:
             return
-        s = self._slots_for(len(batch))
-        self._dispatch("extend", self._extend_inputs(batch, s, 1, self._width(batch)))
-        self._counts["decode_steps"] += 1
-        self._counts["decode_padding"] += s - len(batch)
+        c = self._decode_tokens
+        for first, part, s in self._parts(batch):
+            inputs = self._extend_inputs(part, s, c, self._width(part), slot=first)
+            self._dispatch("extend", inputs)
+            self._counts["decode_steps"] += 1
+            self._counts["decode_padding"] += s * c - len(part)
         for r in batch:
             r.computed += 1
             if r.computed % self.page_size == 0:
@@ -457,10 +478,11 @@ class EmbeddedBackend(Live):
 
     def _sample(self, batch: Sequence[_Request], rows: Sequence[int]) -> None:
         """Samples the next token of each from its row of the hidden states."""
-        inputs = self._sample_inputs(batch, self._slots_for(len(batch)), rows)
-        tokens, logprobs = self._dispatch("sample", inputs)
-        for r, token, logprob in zip(batch, tokens, logprobs, strict=False):
-            self._accept(r, int(token), float(logprob))
+        for first, part, s in self._parts(batch):
+            inputs = self._sample_inputs(part, s, rows[first : first + s])
+            tokens, logprobs = self._dispatch("sample", inputs)
+            for r, token, logprob in zip(part, tokens, logprobs, strict=False):
+                self._accept(r, int(token), float(logprob))
 
     def _make_writable(self, r: _Request, copies: list[tuple[int, int]]) -> None:
         """A page of its own for the last token's key and value; if need be at the newest sequence's cost."""
@@ -545,26 +567,35 @@ class EmbeddedBackend(Live):
 
     # Shapes and programs
 
-    def _slots_for(self, count: int) -> int:
-        return next(s for s in self._tiles.decode if s >= count)
+    def _parts(self, batch: Sequence[_Request]) -> Iterator[tuple[int, Sequence[_Request], int]]:
+        """(index of the first, sequences, rows of their tile): the batch in parts that fit the widest
+        tile."""
+        most = self._tiles.decode[-1]
+        for first in range(0, len(batch), most):
+            part = batch[first : first + most]
+            yield first, part, next(s for s in self._tiles.decode if s >= len(part))
 
     def _width(self, batch: Sequence[_Request]) -> int:
         most = max(len(r.pages) for r in batch)
         return next(w for w in self._tiles.pages if w >= most)
 
-    def _extend_inputs(self, batch: Sequence[_Request], s: int, c: int, width: int) -> tuple[Any, ...]:
+    def _extend_inputs(
+        self, batch: Sequence[_Request], s: int, c: int, width: int, slot: int | None = None
+    ) -> tuple[Any, ...]:
+        """What `_extend` takes. `slot`: they decode, and the first one's hidden state goes to this slot."""
         tokens, positions = np.zeros((s, c), np.int32), np.full((s, c), -1, np.int32)
         pages, last, to = np.zeros((s, width), np.int32), np.zeros(s, np.int32), np.zeros(s, np.int32)
         for row, r in enumerate(batch):
-            n = min(c, len(r.ids) - r.computed)
-            tokens[row, :n] = r.ids[r.computed : r.computed + n]
-            positions[row, :n] = np.arange(r.computed, r.computed + n)
+            start = r.computed - (r.computed % c if self.deterministic else 0)
+            n = min(c, len(r.ids) - start)
+            tokens[row, :n] = r.ids[start : start + n]
+            positions[row, :n] = np.arange(start, start + n)
             pages[row, : len(r.pages)] = r.pages
             last[row] = n - 1
             if r.entry is not None:  # the prompt ends here
                 to[row] = r.entry.hidden
-            elif c == 1:
-                to[row] = self._num_hidden + row
+            elif slot is not None:
+                to[row] = self._num_hidden + slot + row
         return tokens, positions, pages, last, to
 
     def _sample_inputs(self, batch: Sequence[_Request], s: int, rows: Sequence[int]) -> tuple[Any, ...]:
