@@ -161,7 +161,11 @@ def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
     compute_dtype = dtype(config.model.compute_dtype)
     if not config.model.tiled:
         return functools.partial(
-            make_policy, compute_dtype=compute_dtype, chunk=config.model.chunk, mesh=mesh
+            make_policy,
+            compute_dtype=compute_dtype,
+            chunk=config.model.chunk,
+            memory=int(config.model.memory * 1e9),
+            mesh=mesh,
         )
     page_size, context = config.engine.page_size, config.sampling.context
     needs = {

@@ -60,6 +60,7 @@ def base() -> Config:
     c.model.compute_dtype = "float32"  # of products in training; weights, sums and norms are always float32
     c.model.engine_dtype = "float32"  # of weights and cache in the embedded engine
     c.model.chunk = 256  # tokens whose logits exist at the same time
+    c.model.memory = 1.0  # GB of intermediate results that the backward pass does not compute again
     c.model.tiled = False  # training computes in the deterministic engine's tiles: the same log-probs; slow
 
     c.world = ConfigDict()

@@ -19,6 +19,7 @@ def get_config():
     config = base()
     config.steps = 6
     config.model.name = "smollm2-135m"
+    config.model.memory = 0.3
 
     config.world.id = "metagym/MiniHack-v0"
     config.world.types = ("MiniHack-Room-Random-5x5-v0",)
@@ -36,11 +37,11 @@ def get_config():
 
     config.groups_per_step = 8
     config.group_size = 8
-    config.max_workers = 64
+    config.max_workers = 32
     config.optimizer.learning_rate = 2e-5
     config.batch.rows = 2
     config.batch.length = 512
-    config.engine.slots = 64
+    config.engine.slots = 32
     config.engine.page_size = 8
 
     config.evaluate.small_room = evaluation(episodes=200)
