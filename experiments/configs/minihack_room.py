@@ -5,7 +5,7 @@ staircase within eight moves, one on-policy update a step. Every turn is a conve
 example, the observation, and one sampled token that is the action. Room-Random-15x15 is never trained on: a
 small room has few distinct starts, the large one shows that the meaning of the words was learned.
 
-Time: 4 to 5 minutes on two cores without an accelerator, below 5 GB. Expected, success on held-out seeds at
+Time: about 5 minutes on two cores without an accelerator, below 5 GB. Expected, success on held-out seeds at
 temperature 1: small room (200 seeds, 8 moves) from 38 % to 99 %, large room (100 seeds, 40 moves) from 31 %
 to 100 %.
 Command: make train, or make train CONFIG=experiments/configs/minihack_room.py
@@ -51,6 +51,6 @@ def get_config():
     config.evaluate_every = 2
     config.evaluate.small_room = evaluation(episodes=200, during=True)
     config.evaluate.large_room = evaluation(
-        types=("MiniHack-Room-Random-15x15-v0",), episodes=100, kwargs={"max_turns": 40}
+        types=("MiniHack-Room-Random-15x15-v0",), episodes=100, during=True, kwargs={"max_turns": 40}
     )
     return config
