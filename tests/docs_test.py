@@ -172,3 +172,18 @@ def test_blocks_keep_their_lines():
     assert blocks(text, "python") == [(3, "x = 1\n")]
     assert commands(text) == [["make", "test"], ["cd", "x"]]
     assert "page" not in sys.modules
+
+
+def test_every_metric_is_explained():
+    """Names of metrics that stand in the code of the loop stand in its page too."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    sources = "".join(
+        (ROOT / "rl" / f"{n}.py").read_text()
+        for n in ("loop", "rollouts", "batching", "metrics", "train_step")
+    )
+    names = set(re.findall(r'"((?:\w+)/(?:\w+))"', sources))
+    assert len(names) > 20
+    missing = sorted(name for name in names if f"`{name}`" not in page)
+    assert not missing
+    for name in ("max", "p99", "mean", "pearson", "ess"):
+        assert f"`sampler/{name}`" in page
