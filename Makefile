@@ -1,14 +1,15 @@
 # make train   set up, then train SmolLM2-135M on MiniHack     CONFIG=file.py runs another config, ARGS="..." is passed on
 # make test    set up, then run the tests                      ARGS="tests/rl -k grpo" selects some
+# make bench   speed beside PyTorch, TRL and Tunix             ARGS=grpo selects: grpo train decode prefill rollouts ...
 # make check   what CI runs: format, lint, types, layout, tests
 .DEFAULT_GOAL := help
-.PHONY: help train test lint check format requirements setup setup-test clean
+.PHONY: help train test bench lint check format requirements setup setup-test clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 CONFIG ?= experiments/configs/minihack_room.py
-WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
+
 ARGS ?=
 # The first Python on the path that is new enough, if PYTHON=... does not name one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
@@ -19,10 +20,13 @@ help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 train: $(VENV)/.train
-	$(BIN)/metagym train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+	$(BIN)/metagym train --config=$(CONFIG) $(ARGS)
 
 test: $(VENV)/.test
 	$(PY) -m pytest $(ARGS)
+
+bench: $(VENV)/.train
+	$(PY) benchmarks/run.py $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

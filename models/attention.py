@@ -25,7 +25,7 @@ MASKED = (
 )  # finite: a row of only masked keys gives garbage, not NaN, and the next block cancels it exactly
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
+def dot_batched(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
     """Batched over the leading axis, operands in `dtype`, accumulated in f32."""
     return lax.dot_general(
         a.astype(dtype),
@@ -47,7 +47,7 @@ def _visible(segments: jax.Array, i: jax.Array, j: jax.Array, block: int) -> jax
 def _scores(q_i: jax.Array, k_j: jax.Array, visible: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """[K, G, block, block] in f32; q_i is [K, G * block, h] and already scaled."""
     block = visible.shape[0]
-    s = _dot(q_i, k_j, (2, 2), dtype).reshape(q_i.shape[0], -1, block, block)
+    s = dot_batched(q_i, k_j, (2, 2), dtype).reshape(q_i.shape[0], -1, block, block)
     return jnp.where(visible, s, MASKED)
 
 
@@ -80,7 +80,7 @@ def _row_forward(q, k, v, segments, *, block, dtype):
             shrink = jnp.exp(top - new_top)
             p = jnp.exp(s - new_top[..., None])
             total = total * shrink + p.sum(-1)
-            pv = _dot(p.reshape(K, G * block, block), _block_of(v, j, block), (2, 1), dtype)
+            pv = dot_batched(p.reshape(K, G * block, block), _block_of(v, j, block), (2, 1), dtype)
             return new_top, total, acc * shrink[..., None] + pv.reshape(K, G, block, h)
 
         zero = jnp.zeros((K, G, block), jnp.float32)
@@ -107,13 +107,13 @@ def _row_backward(q, k, v, segments, out, lse, dout, *, block, dtype):
             dq_i, dk, dv = carry
             k_j, v_j = _block_of(k, j, block), _block_of(v, j, block)
             p = jnp.exp(_scores(q_i, k_j, _visible(segments, i, j, block), dtype) - lse_i)
-            dp = _dot(do_i, v_j, (2, 2), dtype).reshape(p.shape)
+            dp = dot_batched(do_i, v_j, (2, 2), dtype).reshape(p.shape)
             ds = (p * (dp - delta_i)).reshape(K, G * block, block)
             p = p.reshape(K, G * block, block)
-            dk_j = _block_of(dk, j, block) + _dot(ds, q_i, (1, 1), dtype)
-            dv_j = _block_of(dv, j, block) + _dot(p, do_i, (1, 1), dtype)
+            dk_j = _block_of(dk, j, block) + dot_batched(ds, q_i, (1, 1), dtype)
+            dv_j = _block_of(dv, j, block) + dot_batched(p, do_i, (1, 1), dtype)
             return (
-                dq_i + _dot(ds, k_j, (2, 1), dtype),
+                dq_i + dot_batched(ds, k_j, (2, 1), dtype),
                 lax.dynamic_update_slice_in_dim(dk, dk_j, j * block, axis=1),
                 lax.dynamic_update_slice_in_dim(dv, dv_j, j * block, axis=1),
             )

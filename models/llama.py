@@ -10,7 +10,6 @@ Master weights, residual stream, norms and every sum are f32; `compute_dtype` is
 matrix products are rounded to. f32 is the exact mode.
 """
 
-import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from metagym.models import sharding
-from metagym.models.attention import MASKED, packed_attention
+from metagym.models.attention import MASKED, dot_batched, packed_attention
 from metagym.models.errors import ModelError
 from metagym.models.head import token_logprobs
 from metagym.models.matmul import matmul
@@ -360,16 +359,16 @@ class Llama(nnx.Module):
         visible = key_positions[None, None, :] <= positions[:, :, None]  # [S, C, T]
         cos, sin = rotary(c, positions)
 
-        def context(pages: jax.Array, new: jax.Array) -> jax.Array:
-            old = pages[page_table].reshape(S, T, *new.shape[2:])
-            fresh = jnp.take_along_axis(new, which[:, :, None, None], axis=1)
+        def context(pages: jax.Array, n: jax.Array, new: jax.Array) -> jax.Array:
+            old = pages[n, page_table].reshape(S, T, *new.shape[2:])
+            fresh = new if C == 1 else jnp.take_along_axis(new, which[:, :, None, None], axis=1)
             return jnp.where(is_new[:, :, None, None], fresh, old).swapaxes(1, 2)  # [S, K, T, h]
 
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             w, n = w
             q, k, v = self._project(w, x, cos, sin, compute_dtype)
             k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
-            keys, values = context(cache.k[n], k), context(cache.v[n], v)
+            keys, values = context(cache.k, n, k), context(cache.v, n, v)
             attended = _cached_attention(q * c.head_dim**-0.5, keys, values, visible, compute_dtype)
             return self._finish(w, x, attended, compute_dtype), (k, v)
 
@@ -385,13 +384,15 @@ class Llama(nnx.Module):
 
 def _cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, dtype: Any):
     """q [S, C, K, G, h] over keys and values [S, K, T, h]; visible [S, C, T] -> [S, C, K, G, h]."""
-    cast = functools.partial(jnp.asarray, dtype=dtype)
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    s = jnp.where(visible[:, None, None], dot("sckgh,skth->skgct", cast(q), cast(keys)), MASKED)
+    S, C, K, G, h = q.shape
+    T = keys.shape[2]
+    q = jnp.moveaxis(q, 1, 3).reshape(S * K, G * C, h)
+    s = dot_batched(q, keys.reshape(S * K, T, h), (2, 2), dtype).reshape(S, K, G, C, T)
+    s = jnp.where(visible[:, None, None], s, MASKED)
     p = jnp.exp(s - s.max(-1, keepdims=True))
-    out = dot("skgct,skth->sckgh", cast(p), cast(values))
-    return out / jnp.transpose(p.sum(-1), (0, 3, 1, 2))[..., None]
+    out = dot_batched(p.reshape(S * K, G * C, T), values.reshape(S * K, T, h), (2, 1), dtype)
+    out = out.reshape(S, K, G, C, h) / p.sum(-1)[..., None]
+    return jnp.moveaxis(out, 3, 1)
 
 
 class HasTokens(Protocol):

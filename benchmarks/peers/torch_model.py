@@ -1,6 +1,6 @@
 """PyTorch on the same work as metagym's model: a train step, decoding, prefill.
 
-Runs in an environment of its own (requirements/peer-torch.txt).
+Runs in an environment of its own (benchmarks/requirements/torch.txt).
 Usage: torch_model.py MODEL_DIR {train,decode,prefill} {float32,bfloat16} REPEATS BATCH LENGTH
 Prints a line of JSON: seconds of each repeat, peak resident memory in GB.
 """

@@ -1,6 +1,7 @@
 """One GRPO step of TRL's GRPOTrainer: a prompt, 8 completions of 64 tokens, all weights trained.
 
-Runs in an environment of its own (requirements/peer-trl.txt). Prints a line of JSON: seconds of each step.
+Runs in an environment of its own (benchmarks/requirements/trl.txt).
+Prints a line of JSON: seconds of each step.
 """
 
 import json

@@ -1,6 +1,7 @@
 """One GRPO step of Tunix's GRPOLearner: a prompt, 8 completions of 64 tokens, all weights trained.
 
-Runs in an environment of its own (requirements/peer-tunix.txt). Prints a line of JSON: seconds of each step.
+Runs in an environment of its own (benchmarks/requirements/tunix.txt).
+Prints a line of JSON: seconds of each step.
 """
 
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from transformers import AutoTokenizer
@@ -78,7 +80,7 @@ with mesh:
         return generate(*args, **kwargs)
 
     cluster.generate = timed
-    learner.train([{"prompts": [prompt]} for _ in range(steps + 1)])
+    learner.train([{"prompts": np.asarray([prompt])} for _ in range(steps + 1)])
     jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
 times.append(time.perf_counter())
 seconds = [b - a for a, b in pairwise(times[1:])]

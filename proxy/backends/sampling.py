@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+_BLOCK = 256  # tokens
+
 
 class Rows(NamedTuple):
     """How to sample each row: arrays `[S]`."""
@@ -40,16 +42,34 @@ def sample(logits: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
         filters.any(), lambda: jnp.where(filters[:, None], _filter(scaled, rows), scaled), lambda: scaled
     )
 
-    def noise(seed: jax.Array, step: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed[0]), seed[1]), step)
-        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
-
-    gumbel = jax.vmap(noise)(jnp.asarray(rows.seed), jnp.asarray(rows.step))
-    token = jnp.argmax(jnp.where(greedy[:, None], x, x + gumbel), axis=-1).astype(jnp.int32)
     # As log-softmax does it, not x - logsumexp(x): that rounds to above 0 for a nearly certain token.
     x = x - x.max(-1, keepdims=True)
+    p = jnp.exp(x)
+    token = jnp.where(greedy, jnp.argmax(x, axis=-1), _draw(p, rows)).astype(jnp.int32)
     chosen = jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]
-    return token, chosen - jnp.log(jnp.exp(x).sum(-1))
+    return token, chosen - jnp.log(p.sum(-1))
+
+
+def _draw(p: jax.Array, rows: Rows) -> jax.Array:
+    """Draws from weights p f32 `[S, V]`: a block of the vocabulary first, then a token in it, so that two
+    random numbers do where Gumbel noise takes V, and none is too coarse for a rare token."""
+
+    def uniform(seed: jax.Array, step: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed[0]), seed[1]), step)
+        return jax.random.uniform(key, (2,), jnp.float32)
+
+    u = jax.vmap(uniform)(jnp.asarray(rows.seed), jnp.asarray(rows.step))
+    blocks = jnp.pad(p, ((0, 0), (0, -p.shape[1] % _BLOCK))).reshape(p.shape[0], -1, _BLOCK)
+    block = _pick(blocks.sum(-1), u[:, :1])
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * _BLOCK + _pick(inside, u[:, 1:])
+
+
+def _pick(weights: jax.Array, u: jax.Array) -> jax.Array:
+    """The first index whose cumulative weight exceeds the share u `[S, 1]` of all; never one of weight 0."""
+    total = jnp.cumsum(weights, axis=-1)
+    there = (total > u * total[:, -1:]) & (weights > 0)
+    return jnp.where(there.any(-1), jnp.argmax(there, axis=-1), jnp.argmax(weights, axis=-1))
 
 
 def _filter(x: jax.Array, rows: Rows) -> jax.Array:

@@ -91,3 +91,26 @@ def test_a_certain_token_has_no_positive_logprob():
     _, logprobs = jax.jit(sample)(logits, how)
     assert float(logprobs.max()) <= 0
     assert (np.asarray(logprobs) > -1e-4).any()
+
+
+def test_a_large_vocabulary_is_drawn_by_its_weights():
+    """Blocks of 256 tokens with very different sums; tokens of weight 0 are never drawn."""
+    n, V = 8000, 1000
+    weights = np.zeros(V, np.float32)
+    weights[[3, 255, 256, 700, 999]] = [4, 1, 2, 0.5, 2.5]
+    one = np.ones(n, np.float32)
+    how = Rows(
+        np.full((n, 2), 3, np.uint32),
+        np.arange(n, dtype=np.int32),
+        one,
+        one,
+        np.zeros(n, np.int32),
+        0 * one,
+    )
+    with np.errstate(divide="ignore"):
+        logits = jnp.broadcast_to(jnp.log(weights), (n, V))
+    tokens, logprobs = jax.jit(sample)(logits, how)
+    share, expected = np.bincount(tokens, minlength=V) / n, weights / weights.sum()
+    assert (share[weights == 0] == 0).all()
+    assert (abs(share - expected) <= 4 * np.sqrt(expected * (1 - expected) / n)).all()
+    np.testing.assert_allclose(logprobs, np.log(np.maximum(expected, 1e-9))[tokens], atol=2e-6)

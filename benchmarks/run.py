@@ -1,0 +1,186 @@
+"""Speed of metagym beside PyTorch, TRL and Tunix on this machine: `make bench`, `make bench ARGS=grpo`.
+
+Each peer lives in an environment of its own, .venv-bench-<peer>, made when it is first needed from
+benchmarks/requirements/<peer>.txt; BENCH_<PEER>=/path/to/python names one that exists. Every measurement is a
+fresh process. Ours and the peer take turns, so that what else the machine does hits both; a ratio is taken
+within each pair. Printed, and written to benchmarks/results.md: the median seconds of both, and the least,
+the median and the greatest ratio (above 1: metagym is faster).
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PROMPT = "Write a short story about a dragon who is afraid of the dark."
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. `ours` and `theirs` are arguments of ours.py and of a peer's script."""
+
+    name: str
+    title: str
+    ours: tuple[str, ...]
+    peer: str | None = None
+    script: str = ""
+    theirs: tuple[str, ...] = ()
+
+
+def _torch(task: str, batch: int, length: int, title: str) -> Iterator[Case]:
+    for peer_type in ("float32", "bfloat16"):
+        for own_type in ("float32", "bfloat16") if task == "train" else ("float32",):
+            if task == "train" and own_type != peer_type:
+                continue
+            shape = (str(batch), str(length))
+            yield Case(
+                task,
+                f"{title}, metagym {own_type}, torch {peer_type}",
+                (task, own_type, "{repeats}", *shape),
+                "torch",
+                "torch_model.py",
+                (task, peer_type, "{repeats}", *shape),
+            )
+
+
+CASES = (
+    *(
+        Case(
+            "grpo",
+            f"GRPO step, 8 completions of 64 tokens, float32, {label}",
+            ("grpo", "float32", "{repeats}", "8", "64"),
+            peer,
+            f"{peer}_grpo.py",
+            ("{repeats}", PROMPT, "{scratch}"),
+        )
+        for peer, label in (("trl", "TRL"), ("tunix", "Tunix"))
+    ),
+    *_torch("train", 8, 512, "train step 8 x 512"),
+    *_torch("decode", 8, 128, "decode 64 tokens, batch 8, context 128"),
+    *_torch("decode", 32, 128, "decode 64 tokens, batch 32, context 128"),
+    *_torch("prefill", 1, 512, "prefill 512"),
+    Case("rollouts", "MiniHack episodes at the same time", ("rollouts", "float32", "{repeats}")),
+    Case("render", "MiniHack step with and without text", ("render", "float32", "{repeats}")),
+    Case("isolation", "MiniHack in a worker process", ("isolation", "float32", "{repeats}")),
+)
+
+
+def python_of(peer: str) -> str:
+    """The peer's interpreter; makes its environment if there is none."""
+    if given := os.environ.get(f"BENCH_{peer.upper()}"):
+        return given
+    home = ROOT / f".venv-bench-{peer}"
+    python, done = home / "bin" / "python", home / ".done"
+    wanted = (HERE / "requirements" / f"{peer}.txt").read_text()
+    if not done.exists() or done.read_text() != wanted:
+        print(f"installing {peer} into {home.name}", flush=True)
+        uv = Path(sys.executable).parent / "uv"
+        subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, home], check=True)
+        install = [uv, "pip", "install", "--quiet", "--python", python, "-r"]
+        subprocess.run([*install, HERE / "requirements" / f"{peer}.txt"], check=True)
+        done.write_text(wanted)
+    return str(python)
+
+
+def measure(command: list[str], values: dict[str, str]) -> dict[str, Any]:
+    """Runs a script in a process of its own; what it printed last."""
+    command = [values.get(c, c) for c in command]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def compare(case: Case, directory: str, pairs: int, repeats: int) -> str:
+    """A row of the table."""
+    ours, theirs, own_peak, peer_peak = [], [], 0.0, 0.0
+    assert case.peer is not None
+    python = python_of(case.peer)
+    for _ in range(pairs):
+        with tempfile.TemporaryDirectory() as scratch:
+            values = {"{repeats}": str(repeats), "{scratch}": scratch}
+            a = measure([sys.executable, str(HERE / "ours.py"), directory, *case.ours], values)
+            b = measure([python, str(HERE / "peers" / case.script), directory, *case.theirs], values)
+        ours.append(min(a["seconds"]))
+        theirs.append(min(b["seconds"]))
+        own_peak, peer_peak = max(own_peak, a["peak_gb"]), max(peer_peak, b.get("peak_gb", 0.0))
+    ratios = sorted(b / a for a, b in zip(ours, theirs, strict=True))
+    spread = f"{ratios[0]:.2f} / {statistics.median(ratios):.2f} / {ratios[-1]:.2f}"
+    peaks = f"{own_peak:.1f} / {peer_peak:.1f}" if peer_peak else f"{own_peak:.1f}"
+    return (
+        f"| {case.title} | {statistics.median(ours):.2f} | {statistics.median(theirs):.2f} | {spread} "
+        f"| {peaks} |"
+    )
+
+
+def alone(case: Case, directory: str, repeats: int) -> list[str]:
+    values = {"{repeats}": str(repeats)}
+    found = measure([sys.executable, str(HERE / "ours.py"), directory, *case.ours], values)
+    rows = []
+    for name, v in found["rates"].items():
+        spread = f"{min(v):.3g} / {statistics.median(v):.3g} / {max(v):.3g}"
+        rows.append(f"| {case.title}: {name} | {spread} | {found['unit']} |")
+    return rows
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        model = text.split("model name\t: ", 1)[-1].splitlines()[0]
+        model += ", with AMX" if "amx_bf16" in text else ", without AMX"
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return f"{os.cpu_count()} cores, {model}; load average at the start {load:.1f}"
+
+
+def main() -> None:
+    names = list(dict.fromkeys(c.name for c in CASES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; none: all")
+    parser.add_argument("--pairs", type=int, default=3, help="processes of each side")
+    parser.add_argument("--repeats", type=int, default=3, help="measured repeats in a process")
+    parser.add_argument("--only", default="", help="a word that the title has to contain")
+    given = parser.parse_args()
+    if unknown := sorted(set(given.names) - set(names)):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
+    chosen = [c for c in CASES if (not given.names or c.name in given.names) and given.only in c.title]
+    from metagym.models import load
+
+    _, directory = load("smollm2-135m")
+    lines = [f"Machine: {machine()}. {given.pairs} pairs, the best of {given.repeats} repeats in each.", ""]
+    print(lines[0], flush=True)
+    compared, single = [c for c in chosen if c.peer], [c for c in chosen if not c.peer]
+
+    def tell(rows: list[str]) -> None:
+        lines.extend(rows)
+        print("\n".join(rows), flush=True)
+        (HERE / "results.md").write_text("\n".join(lines) + "\n")
+
+    if compared:
+        tell(
+            [
+                "| | metagym s | peer s | ratio least / median / greatest | peak GB metagym / peer |",
+                "|---|---|---|---|---|",
+            ]
+        )
+        for case in compared:
+            tell([compare(case, str(directory), given.pairs, given.repeats)])
+    if single:
+        tell(["", "| | least / median / greatest | unit |", "|---|---|---|"])
+        for case in single:
+            tell(alone(case, str(directory), given.repeats))
+
+
+if __name__ == "__main__":
+    main()
