@@ -269,7 +269,7 @@ def write_transcripts(path: Path, transcripts: list[dict[str, Any]]) -> None:
 def odd(data: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """A game with facts at the start that the published ones never have, but the domain allows."""
     problem = data["pddl_problem"]
-    objects = re.findall(r"(\S+) - object", problem)
+    objects = re.findall(r"^(\w+) - object$", problem, re.MULTILINE)
     openable = re.findall(r"\(openable (\S+)\)", problem)
     states = ("isHot", "isCool", "isClean", "isSliced", "isToggled", "isOn")
     facts = [f"{rng.choice(states)} {rng.choice(objects)}" for _ in range(12)]
