@@ -64,9 +64,9 @@ def save(directory: Path, step: int, state: Any, host: Mapping[str, Any], *, kee
     cannot be written, at once; earlier ones are then untouched.
     """
     target, temporary = directory / f"{step:08d}", directory / f"tmp-{step:08d}-{os.getpid()}"
+    prepare(directory)
     if target.exists() and broken(target) is None:
         return target
-    prepare(directory)
     try:
         leaves = jax.tree_util.tree_flatten_with_path(state)[0]
         described = [_describe(path, x) for path, x in leaves]

@@ -2,14 +2,17 @@
 
 import json
 import logging
+import os
 import resource
 import shutil
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from metagym.errors import CheckpointError, InputError
@@ -62,6 +65,37 @@ def test_restored_on_other_meshes_bit_for_bit(tiny, tmp_path):
         for x, y in zip(jax.tree.leaves(like), jax.tree.leaves(restored), strict=True):
             assert x.sharding == y.sharding
         np.testing.assert_array_equal(jax.random.normal(restored["rng"]), jax.random.normal(saved["rng"]))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_the_axis_types_are_those_of_the_run_that_loads(tmp_path, kind):
+    def on(kind):
+        mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(kind,) * 2)
+        x = np.arange(64, dtype=np.float32).reshape(8, 8)
+        return {"x": jax.device_put(x, NamedSharding(mesh, P("data", "fsdp")))}
+
+    saved, like = on(AxisType.Explicit), abstract(on(kind))
+    save(tmp_path, 1, saved, {})
+    found = load(tmp_path, like)
+    assert found is not None
+    assert_same(saved, found[1])
+    assert found[1]["x"].sharding == like["x"].sharding
+    assert found[1]["x"].sharding.mesh.axis_types == (kind,) * 2
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8", "uint8", "int16", "float16", "bfloat16", "float8_e4m3fn"])
+def test_small_dtypes_survive(tmp_path, dtype):
+    state = {"x": jnp.arange(6).reshape(2, 3).astype(dtype), "n": jnp.ones((), dtype)}
+    save(tmp_path, 1, state, {})
+    found = load(tmp_path, abstract(state))
+    assert found is not None
+    assert_same(state, found[1])
+
+
+def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="uint4"):
+        save(tmp_path, 1, {"x": jnp.zeros(4, "uint4")}, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_newest_are_kept(tmp_path):
@@ -181,6 +215,31 @@ def test_a_full_disk_is_an_error_at_once_and_loses_nothing(tmp_path):
     found = load(tmp_path, abstract(small()))
     assert found is not None
     assert_same(found[1], small(1))
+
+
+@pytest.fixture
+def open_to_all():
+    """A directory that other users may enter."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        yield Path(directory)
+
+
+def test_a_read_only_directory_is_an_error_at_once_and_loses_nothing(open_to_all):
+    save(open_to_all, 1, small(1), {})
+    root = os.geteuid() == 0
+    os.chmod(open_to_all, 0o555)
+    if root:  # whom permissions do not hold
+        os.seteuid(65534)
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written to .*Permission denied"):
+            save(open_to_all, 2, small(2), {})
+    finally:
+        if root:
+            os.seteuid(0)
+        os.chmod(open_to_all, 0o755)
+    assert [p.name for p in open_to_all.iterdir()] == ["00000001"]
+    assert broken(open_to_all / "00000001") is None
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_at_once(tmp_path):
