@@ -63,7 +63,7 @@ def _started(pid: int) -> int:
 def _alive(pid: int, started: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
@@ -74,10 +74,13 @@ def scratch(label: str) -> Path:
     """This process's own directory for a world's temporary files, `<tmp>/metagym-<label>-<pid>-<start>`.
 
     Made at the first call, which also removes those of owners that are dead: named like ours, a real
-    directory of this user, no live process of that pid and start time, and its lock free.
+    directory of this user, no live process of that pid and start time, and its lock free. Made again if it
+    was removed meanwhile.
     """
     with _lock:
         key = (label, os.getpid())
+        if key in _scratch and not _scratch[key][0].is_dir():
+            os.close(_scratch.pop(key)[1])
         if key not in _scratch:
             sweep(label)
             directory = Path(tempfile.gettempdir()) / f"metagym-{label}-{key[1]}-{_started(key[1])}"
@@ -96,7 +99,12 @@ def sweep(label: str) -> list[Path]:
         match = pattern.fullmatch(entry.name)
         if not match or not entry.is_dir(follow_symlinks=False):
             continue
-        if entry.stat(follow_symlinks=False).st_uid != os.getuid() or _alive(int(match[1]), int(match[2])):
+        try:
+            if entry.stat(follow_symlinks=False).st_uid != os.getuid():
+                continue
+        except FileNotFoundError:  # another owner was faster
+            continue
+        if _alive(int(match[1]), int(match[2])):
             continue
         try:
             descriptor = os.open(Path(entry.path) / "owner", os.O_RDWR | os.O_CLOEXEC)
@@ -243,10 +251,9 @@ class _Process:
     """One running worker: its pid, connection and directory."""
 
     def __init__(self, module: str, label: str):
-        root = scratch(label)
         self.owner = os.getpid()
-        self.nursery = _nursery(module, root)
-        self.directory = root / f"worker-{next(_numbers)}"
+        self.nursery = _nursery(module, scratch(label))
+        self.directory = scratch(label) / f"worker-{next(_numbers)}"  # a nursery that ended took it along
         self.directory.mkdir(mode=0o700)
         self.pid, mine = self.nursery.fork()
         self.connection = Connection(mine.detach())

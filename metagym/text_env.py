@@ -59,6 +59,11 @@ class _View(Sequence[Task]):
         return self._tasks[self._indices[index]]
 
 
+def _is_number(digits: str) -> bool:
+    """Whether it is how a task's number is written: "7", not "07", "7²" or a thousand digits."""
+    return digits.isascii() and digits.isdigit() and str(int(digits[:18])) == digits
+
+
 class NumberedTasks(Sequence[Task]):
     """Every type with every number: the tasks `"<type>:<n>"`, never held in memory.
 
@@ -98,7 +103,7 @@ class NumberedTasks(Sequence[Task]):
 
     def _lookup(self, id: str) -> Task | None:
         kind, _, digits = id.rpartition(":")
-        if kind in self.types and digits.isascii() and digits.isdigit() and str(int(digits[:18])) == digits:
+        if kind in self.types and _is_number(digits):
             for split, numbers in self._ranges.items():
                 if int(digits) in numbers:
                     return Task(id, kind, split)
@@ -109,11 +114,8 @@ class NumberedTasks(Sequence[Task]):
         if task is None:
             first = next((r[0] for r in self._ranges.values() if len(r)), 0)
             digits = id.rpartition(":")[2]
-            number = (
-                digits
-                if digits.isdigit() and any(int(digits[:18]) in r for r in self._ranges.values())
-                else first
-            )
+            exists = _is_number(digits) and any(int(digits) in r for r in self._ranges.values())
+            number = digits if exists else first
             where = ", ".join(f"{s} {r[0]} to {r[-1]}" for s, r in self._ranges.items() if len(r))
             raise UnknownNameError(
                 "task",
@@ -246,8 +248,11 @@ class TextEnv(gym.Env[str, str]):
     def task(self, id: str) -> Task:
         """The selected task of that id.
 
-        Raises UnknownNameError if the world has none, InputError if it has one that is not selected.
+        Raises UnknownNameError if the world has none, InputError if it has one that is not selected or if
+        `id` is not a str.
         """
+        if not isinstance(id, str):
+            raise InputError(f"a task is chosen by its id, a str; got {type(id).__name__}: {id!r:.100}")
         task = self.world.find(id)
         if self.split not in (None, task.split):
             raise InputError(

@@ -26,7 +26,9 @@ _TARGET = "metagym.envs.minihack.game:Game"
 
 def _full_task(id: Any) -> Any:
     """A task id with its type's full name; "Room-5x5:3" is "MiniHack-Room-5x5-v0:3"."""
-    kind, colon, number = str(id).rpartition(":")
+    if not isinstance(id, str):
+        return id
+    kind, colon, number = id.rpartition(":")
     return f"{catalog.full_name(kind)}{colon}{number}" if colon else id
 
 
@@ -116,7 +118,7 @@ class MiniHackEnv(TextEnv):
         )
         if reward not in REWARDS:
             raise UnknownNameError("reward", reward, REWARDS)
-        if timeout_s <= 0 or recycle_after < 1:
+        if not timeout_s > 0 or recycle_after < 1:
             raise InputError(
                 "timeout_s must be positive and recycle_after at least 1, "
                 f"got {timeout_s} and {recycle_after}."

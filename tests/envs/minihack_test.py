@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,8 +91,12 @@ def test_unknown_names():
             MiniHackEnv(**kwargs)
     with pytest.raises(InputError):
         MiniHackEnv(actions=())
-    with pytest.raises(InputError, match="timeout_s"):
-        MiniHackEnv(timeout_s=0)
+    for timeout_s in (0, float("nan")):
+        with pytest.raises(InputError, match="timeout_s"):
+            MiniHackEnv(timeout_s=timeout_s)
+    for id in (5, ["Room-5x5:1"]):
+        with pytest.raises(InputError, match="by its id, a str"):
+            MiniHackEnv().reset(options={"task": id})
 
 
 def test_seed_pools_are_disjoint_and_fixed():
@@ -525,7 +530,9 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(tmp_path, monkeypatch)
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / "metagym-nle-1-1").symlink_to(tmp_path / "nle1234")
-    assert worker.sweep("nle") == [directory]
+    impossible = tmp_path / f"metagym-nle-{10**20}-1"  # no system has such a pid
+    impossible.mkdir()
+    assert sorted(worker.sweep("nle")) == sorted([directory, impossible])
     assert {p.name for p in tmp_path.iterdir()} == {*others, "metagym-nle-1-1"}
 
 
@@ -540,6 +547,19 @@ def test_a_lost_nursery_is_replaced():
             with pytest.raises(WorldError, match=r"died during step\(\)"):
                 each.step("north")
             assert each.reset(seed=0) == first
+
+
+def test_scratch_files_that_are_gone_are_made_again():
+    with make() as env:
+        first = env.reset(seed=0)
+        env._worker._process.nursery._socket.close()  # as an interrupt of fork() or end() does
+        with pytest.raises(WorldError):
+            env.step("north")
+        assert env.reset(seed=0) == first
+        shutil.rmtree(worker.scratch("nle"))  # as those do that clean up /tmp
+        with pytest.raises(WorldError):
+            env.reset(seed=0)
+        assert env.reset(seed=0) == first
 
 
 def test_an_interrupted_call_leaves_no_answer_behind(monkeypatch):

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from metagym.errors import InputError, UnknownNameError
@@ -53,7 +53,10 @@ def test_every_numbered_task_is_found_by_its_id(index):
     assert tasks.find(tasks[index].id) == tasks[index]
 
 
-@given(st.text() | st.from_regex(r"[abc]:[0-9٣]{1,25}", fullmatch=True))
+@given(st.text() | st.from_regex(r"[abc]:[0-9٣²]{1,25}", fullmatch=True))
+@example("c:²")
+@example("a:07")
+@example("c:" + 5000 * "9")
 def test_a_malformed_id_is_unknown(id):
     tasks = NumberedTasks(["a", "b"], {"train": range(10)})
     if id not in {t.id for t in tasks}:
@@ -110,6 +113,9 @@ def test_a_task_outside_of_the_selection_is_told_apart_from_an_unknown_one():
         assert not isinstance(caught.value, UnknownNameError)
     with pytest.raises(UnknownNameError, match="An id is"):
         env.task("a:-1")
+    for wrong in (5, ["a:1"], Task("a:1", "a", "train")):
+        with pytest.raises(InputError, match="by its id, a str; got"):
+            env.reset(options={"task": wrong})
     with pytest.raises(UnknownNameError, match=r"reset option 'taks'. Did you mean 'task'"):
         env.reset(options={"taks": "a:1"})
 
