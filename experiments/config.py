@@ -103,7 +103,7 @@ def base() -> Config:
     c.optimizer.clip_norm = 1.0  # of the whole gradient
 
     c.batch = ConfigDict()
-    c.batch.rows = 8  # rows of a minibatch
+    c.batch.rows = 8  # rows of a micro-batch, whose gradient is computed at once
     c.batch.length = 512  # tokens of a row
     c.batch.minibatches = 1  # optimizer updates a step
     c.batch.align = 1  # a segment of a row starts at a multiple of this

@@ -6,11 +6,12 @@ results.json, and at the end learning_curve.png.
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,11 +30,11 @@ from metagym.experiments.results import Score
 from metagym.experiments.tracking import Console, Together
 from metagym.proxy.backends.embedded import EmbeddedBackend
 from metagym.rl import checkpoint, loop
-from metagym.rl.metrics import TensorBoardTracker, read_jsonl
-from metagym.rl.rollouts import Episode, TaskStream, ThreadExecutor, collect
+from metagym.rl.metrics import EpisodeWriter, TensorBoardTracker, read_jsonl
+from metagym.rl.rollouts import Episode, Request, TaskStream, ThreadExecutor, collect
 from metagym.rl.train_step import Policy, init_state
 from metagym.rl.types import Algorithm, TrainState
-from metagym.types import Task
+from metagym.types import Task, Trajectory
 
 # May differ between a run and its resumption: what is left is what the checkpoint was made with.
 FREE_ON_RESUME = (
@@ -41,7 +42,11 @@ FREE_ON_RESUME = (
     "checkpoint_every",
     "evaluate",
     "max_workers",
+    "checkpoints_kept",
+    "retries",
     "episode_timeout_s",
+    "max_distance",
+    "record_traces",
     "mesh",
     "engine",
 )
@@ -79,16 +84,21 @@ class Evaluation:
     episode: Episode
     during: bool
 
-    def run(self, seed: int, version: int, workers: int) -> Score:
+    def run(
+        self, config: Config, version: int, on_end: Callable[[Request, Trajectory], None] | None = None
+    ) -> Score:
         """Plays every task once, at temperature 1, with the same seeds whenever it is called."""
         played = collect(
             self.episode,
             self.tasks,
             1,
-            seed=seed,
+            seed=config.seed,
             step=0,
             version=version,
-            executor=ThreadExecutor(workers),
+            executor=ThreadExecutor(config.max_workers),
+            retries=config.retries,
+            timeout_s=config.episode_timeout_s or None,
+            on_end=on_end,
         )
         counted = [t for group in played.groups for t in group.trajectories]
         failed = len(self.tasks) - len(counted)
@@ -155,8 +165,12 @@ def train(config: Config, workdir: Path, *, resume: bool = False, stream: TextIO
         curve = results.read(workdir / "results.json") if resume else {}
 
         def evaluate(step: int) -> dict[str, float]:
-            everything = step in (0, config.steps)
-            scores = _scores(p, config, everything=everything)
+            with contextlib.closing(EpisodeWriter(workdir / "episodes", traces=config.record_traces)) as out:
+
+                def write(name: str, request: Request, trajectory: Trajectory) -> None:
+                    out.write(f"eval-{step:06d}", f"{name}/{request.id}", trajectory, version=request.version)
+
+                scores = _scores(p, config, everything=step in (0, config.steps), on_end=write)
             for name, score in scores.items():
                 console.write(f"step {step}/{config.steps}  {name}: {score}")
             curve[step] = scores
@@ -202,10 +216,17 @@ def train(config: Config, workdir: Path, *, resume: bool = False, stream: TextIO
         console.write(f"\n{results.table(curve)}\n\n{seconds:.0f} s; all of it is in {workdir}")
 
 
-def _scores(p: Parts, config: Config, *, everything: bool) -> dict[str, Score]:
-    """Runs the evaluations, or only those that are made during training."""
+def _scores(
+    p: Parts,
+    config: Config,
+    *,
+    everything: bool,
+    on_end: Callable[[str, Request, Trajectory], None] | None = None,
+) -> dict[str, Score]:
+    """Runs the evaluations, or only those that are made during training. `on_end` gets each episode, with the
+    evaluation's name."""
     return {
-        name: e.run(config.seed, p.backend.version, config.max_workers)
+        name: e.run(config, p.backend.version, on_end and functools.partial(on_end, name))
         for name, e in p.evaluations.items()
         if everything or e.during
     }

@@ -179,6 +179,7 @@ def episode_record(trajectory: Trajectory, *, traces: bool = False) -> dict[str,
             {"observation": t.observation, "reply": t.reply, "action": t.action, "reward": t.reward}
             for t in trajectory.turns
         ],
+        "final": trajectory.final,
     }
     return record | ({"traces": [_trace_record(t) for t in trajectory.traces]} if traces else {})
 

@@ -226,7 +226,7 @@ def _metrics(good: Sequence[Trajectory], failures: Sequence[Trajectory], asked: 
         "outcome/mean": float(np.mean(outcomes)),
         "outcome/std": float(np.std(outcomes)),
         "episodes/turns": float(np.mean([len(t.turns) for t in good])),
-        "tokens/sampled": float(sum(int(trace.sampled.sum()) for t in good for trace in t.traces)),
+        "tokens/sampled": float(sum(int(trace.trainable.sum()) for t in good for trace in t.traces)),
     }
     for stop in StopReason:
         metrics[f"stop/{stop}"] = float(sum(t.stop == stop for t in (*good, *failures)))

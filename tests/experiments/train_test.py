@@ -57,8 +57,9 @@ def metrics(workdir):
     return [r for r in records if not any(name.startswith("eval/") for name in r)]
 
 
-def episodes(workdir):
-    files = sorted((workdir / "episodes").glob("*.jsonl"))
+def episodes(workdir, files="0*.jsonl"):
+    """The records of the episodes of training; of evaluations with "eval-*.jsonl"."""
+    files = sorted((workdir / "episodes").glob(files))
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
@@ -69,6 +70,9 @@ def test_a_run_leaves_everything_behind(run):
     assert all(line["update/applied"] == 1 and math.isfinite(line["loss"]) for line in lines)
     assert all(line["sampler/max"] < 1e-4 for line in lines)  # the engine's log-probs are the trainer's
     assert len(episodes(run)) == 2 * 2 * 2
+    evaluations = episodes(run, "eval-*.jsonl")
+    assert len(evaluations) == len({(e["id"], e["version"]) for e in evaluations}) == 3 * 4
+    assert all(e["id"].startswith("toy/") and e["split"] == "test" and e["final"] for e in evaluations)
     assert list((run / "checkpoints").iterdir())
     assert list(run.glob("events.*"))
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
@@ -89,6 +93,7 @@ def test_a_run_goes_on(copy):
     assert cli.main(arguments) == 0
     assert [line["step"] for line in metrics(copy)] == [1, 2, 3]
     assert len(episodes(copy)) == 3 * 2 * 2
+    assert len(episodes(copy, "eval-*.jsonl")) == 4 * 4
     assert sorted(results.read(copy / "results.json")) == [0, 1, 2, 3]
 
 
