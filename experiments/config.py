@@ -42,6 +42,19 @@ POSITIVE = (
     "batch.align",
     "checkpoints_kept",
     "max_distance",
+    "optimizer.clip_norm",
+)
+NOT_NEGATIVE = (
+    "seed",
+    "retries",
+    "agent.max_turns",
+    "sampling.token_budget",
+    "engine.num_pages",
+    "checkpoint_every",
+    "evaluate_every",
+    "optimizer.learning_rate",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
 )
 OPTIONS = ("--config", "--workdir", "--resume", "--flagfile", "--help")
 
@@ -270,12 +283,19 @@ def check(config: Config) -> None:
                 "For a sweep, start a run for each."
             )
     for path in POSITIVE:
-        if got[path] <= 0:
+        if not got[path] > 0:
             raise InputError(f"config field {path!r} must be positive, got {got[path]!r}.")
+    for path in NOT_NEGATIVE:
+        if not got[path] >= 0:
+            raise InputError(f"config field {path!r} must not be negative, got {got[path]!r}.")
     for name, row in config.evaluate.items():
         if not isinstance(row, ConfigDict) or set(row) != set(evaluation()):
             raise InputError(
                 f"config field 'evaluate.{name}' must be made by evaluation(...) in experiments/config.py."
+            )
+        if row.episodes < 1:
+            raise InputError(
+                f"config field 'evaluate.{name}.episodes' must be positive, got {row.episodes!r}."
             )
 
 
