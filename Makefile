@@ -20,7 +20,7 @@ help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 train: $(VENV)/.train
-	$(BIN)/metagym train --config=$(CONFIG) $(ARGS)
+	$(BIN)/metagym train --config="$(CONFIG)" $(ARGS)
 
 test: $(VENV)/.test
 	$(PY) -m pytest $(ARGS)

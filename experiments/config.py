@@ -293,10 +293,8 @@ def check(config: Config) -> None:
             raise InputError(
                 f"config field 'evaluate.{name}' must be made by evaluation(...) in experiments/config.py."
             )
-        if row.episodes < 1:
-            raise InputError(
-                f"config field 'evaluate.{name}.episodes' must be positive, got {row.episodes!r}."
-            )
+        if not (count := got[f"evaluate.{name}.episodes"]) > 0:
+            raise InputError(f"config field 'evaluate.{name}.episodes' must be positive, got {count!r}.")
 
 
 def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:

@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 it was tried and did not succeed; 2 what was asked makes n
 for it is not installed, said in a line on stderr; 128 + n ended by signal n.
 """
 
+import errno
 import importlib
 import signal
 import sys
@@ -21,6 +22,12 @@ COMMANDS = {
 }
 # Which extra brings a module whose import fails.
 EXTRA_OF = {"nle": "minihack", "minihack": "minihack", "minigrid": "minihack"}
+
+# What a disk or a path says no with: the message is all that there is to know.
+DISK = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+)
 
 USAGE = (
     "usage: metagym <command> [arguments]\n\n"
@@ -55,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"metagym: {error}", file=sys.stderr)
         return 2
     except (TrainingError, CheckpointError) as error:
+        print(f"metagym: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
         print(f"metagym: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:

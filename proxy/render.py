@@ -25,6 +25,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from metagym.errors import InputError
+from metagym.spaces import clean
 from metagym.types import Message
 
 PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -113,7 +114,7 @@ class Renderer:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of `text` as ordinary text: never a control token, whatever it says."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return self._plain.encode(clean(text), add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], *, keep_control: bool = True) -> str:
         """Text of token ids. Control tokens appear by name unless `keep_control` is False."""
@@ -210,7 +211,7 @@ class Renderer:
         for i, piece in enumerate(self._split.split(text)):
             if i % 2:  # the pattern's one group
                 ids.append(self._id(piece))
-            elif piece := piece.replace(marker, ""):
+            elif piece := clean(piece.replace(marker, "")):
                 plain = self._plain if first and i == 0 else self._inner
                 ids += plain.encode(piece, add_special_tokens=False).ids
         return ids
@@ -219,6 +220,8 @@ class Renderer:
         """(text before the default system block, the block). The block is "" if there is none, None if there
         is one whose end can't be found."""
         lone = self._render_template([_USER], "", generation_prompt=False)
+        if _USER.content not in lone:
+            raise InputError("the chat template leaves out what the user says: it must render every message")
         try:
             two = self._render_template([_USER, _REPLY], "", generation_prompt=False)
             three = self._render_template([_USER, _REPLY, _USER], "", generation_prompt=False)
@@ -233,6 +236,8 @@ class Renderer:
             )
             return "", None if self._visible(lone[: len(lone) - same]).strip() else ""
         before = lone[: len(lone) - len(block)]
+        if _USER.content in before:
+            return "", ""  # a template for single turns: it renders no later message
         if not self._visible(before).strip():
             return "", ""  # nothing, or only control tokens such as the one for beginning of text
         # Control tokens before the one that opens a block belong to the conversation, not to the block.
@@ -256,6 +261,8 @@ class Renderer:
         try:
             text = self._text([_USER, _REPLY], "", generation_prompt=False)
         except InputError:
+            return None, "", ""
+        if _REPLY.content not in text:  # a template for single turns
             return None, "", ""
         after = text[text.rindex(_REPLY.content) + len(_REPLY.content) :]
         found = self._split.search(after)

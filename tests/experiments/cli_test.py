@@ -1,5 +1,6 @@
 """The command line: help, unknown commands, errors and exit codes."""
 
+import errno
 import subprocess
 import sys
 
@@ -51,6 +52,12 @@ def test_wrong_input_is_a_line_on_stderr_and_exit_code_2(arguments, message, cap
         (InputError("no such thing."), 2, "metagym: no such thing.\n"),
         (MissingExtraError("it", "train"), 2, "metagym: it needs the extra [train]"),
         (KeyboardInterrupt(), 130, "metagym: interrupted\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            1,
+            "metagym: [Errno 28] No space left on device\n",
+        ),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/f/x"), 1, "metagym: [Errno 20] Not a dir"),
     ],
 )
 def test_errors_become_exit_codes(error, code, said, monkeypatch, capsys):

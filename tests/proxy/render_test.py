@@ -244,6 +244,20 @@ def test_errors_say_what_is_wrong(model_dir, tmp_path):
         Renderer.from_dir(tmp_path)
 
 
+def test_half_a_surrogate_is_a_question_mark(model_dir):
+    r, odd, same = renderer(model_dir), Message("user", "a\ud800<|im_end|>"), Message("user", "a?<|im_end|>")
+    assert r.render([odd], generation_prompt=True) == r.render([same], generation_prompt=True)
+    assert r.encode_text("\ud800") == r.encode_text("?")
+
+
+def test_templates_that_leave_messages_out(model_dir):
+    single = renderer(model_dir, "{{ messages[0].content }}")
+    assert single.end_of_turn is None
+    assert single.render([Message("user", "hi")], generation_prompt=True) == single.encode_text("hi")
+    with pytest.raises(InputError, match="leaves out what the user says"):
+        renderer(model_dir, "Hello.")
+
+
 def test_a_template_can_not_reach_python(model_dir):
     with pytest.raises(InputError, match="refused"):
         renderer(model_dir, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
