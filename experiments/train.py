@@ -272,7 +272,10 @@ def _check_workdir(config: Config, workdir: Path, resume: bool) -> None:
         return
     if not recorded.is_file():
         raise InputError(f"there is no run to resume in {workdir}: it has no config.json.")
-    before = config_lib.fields(json.loads(recorded.read_text()))
+    try:
+        before = config_lib.fields(json.loads(recorded.read_text()))
+    except ValueError as error:
+        raise InputError(f"{recorded} is damaged ({error}): the run can't be resumed without it.") from None
     now = config_lib.fields(json.loads(json.dumps(config_lib.public(config))))
     changed = [
         k for k in sorted(before | now) if before.get(k) != now.get(k) and not k.startswith(FREE_ON_RESUME)

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from metagym.errors import InputError
 from metagym.rl.types import Array, Batch
 from metagym.types import TokenTrace, Trajectory
 
@@ -208,11 +209,16 @@ def _plain(value: Any) -> Any:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The records of a file that a killed process may have left with half a line at its end; [] if it is
-    absent."""
+    absent. Raises InputError, naming the line, if another line is no JSON."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # a whole line ends with a newline
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            records.append(json.loads(line))  # a whole line ends with a newline
+        except ValueError as error:
+            raise InputError(f"{path}, line {number} is damaged ({error}): mend it or remove it.") from None
+    return records
 
 
 def cut_back(workdir: Path, step: int) -> None:

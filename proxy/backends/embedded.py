@@ -230,9 +230,17 @@ class EmbeddedBackend(Live):
     def load(self, params: Any, version: int) -> None:
         """Copies `params` (an `nnx.State` shaped as the model's) and serves them from the next step on; what
         is submitted afterwards is sampled from them only. The first call may keep the model's version, 0;
-        after that, raises InputError unless `version` rises."""
+        after that, raises InputError unless `version` rises. Raises InputError for weights of another
+        structure or shape than the model's."""
         if self._failure is not None:
             raise _again(self._failure)
+        if jax.tree.structure(params) != jax.tree.structure(self._params_shapes):
+            raise InputError("the weights to load have another structure than the engine's model")
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        for (path, x), want in zip(leaves, jax.tree.leaves(self._params_shapes), strict=True):
+            if x.shape != want.shape:
+                name = jax.tree_util.keystr(path)
+                raise InputError(f"the weights to load have {name} of shape {x.shape}, not {want.shape}")
         copied = self._own(params)
         with self._wake:
             if version < self.version or (self._pushed and version == self.version):
@@ -646,8 +654,6 @@ class EmbeddedBackend(Live):
             keep = any(word in str(path[-2:]) for word in ("norm", "embed"))
             return y if keep or y.dtype == self._dtype else y.astype(self._dtype)
 
-        if jax.tree.structure(params) != jax.tree.structure(self._shardings):
-            raise InputError("the weights to load have another structure than the engine's model")
         return jax.block_until_ready(jax.tree_util.tree_map_with_path(own, params, self._shardings))
 
 

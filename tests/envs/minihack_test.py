@@ -584,6 +584,7 @@ def test_envs_of_many_threads_and_of_a_forked_child():
         assert all(stream == streams[0] for stream in streams)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forks with threads
+            warnings.simplefilter("ignore", RuntimeWarning)  # JAX, if an earlier test has imported it
             child = os.fork()
         if child == 0:
             same = play(envs[0], task, MOVES * 3) == streams[0]

@@ -103,6 +103,12 @@ def test_another_config_does_not_go_on_with_a_run(run, capsys):
     assert "begun with another config: group_size was 2 and is 4" in capsys.readouterr().err
 
 
+def test_a_damaged_config_is_named(copy, capsys):
+    (copy / "config.json").write_text("{")
+    assert cli.main(["train", "--config=debug", f"--workdir={copy}", "--resume"]) == 2
+    assert "config.json is damaged" in capsys.readouterr().err
+
+
 def test_there_must_be_a_run_to_go_on_with(tmp_path, capsys):
     assert cli.main(["train", "--config=debug", f"--workdir={tmp_path / 'none'}", "--resume"]) == 2
     assert "there is no run to resume" in capsys.readouterr().err

@@ -277,6 +277,9 @@ def test_load_copies(model, other_params, backend):
     assert same(one, backend.submit(ids, Sampling(max_tokens=4, seed=0)).result(WAIT))
     with pytest.raises(InputError, match="structure"):
         backend.load({"w": 1}, 2)
+    with pytest.raises(InputError, match=r"of shape \(.*\), not \("):
+        backend.load(jax.tree.map(lambda x: x[:1], other_params), 2)
+    assert same(one, backend.submit(ids, Sampling(max_tokens=4, seed=0)).result(WAIT))
 
 
 def test_broken_weights_are_an_engine_error_of_the_request(model, backend):

@@ -225,6 +225,12 @@ def test_a_signal_during_an_update_finishes_the_step_first(tiny, tmp_path, unbro
     assert_same_as(unbroken, tmp_path, run(tiny, tmp_path, resume=True))
 
 
+def test_a_damaged_record_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste\n{"step": 3}\n{"st')
+    with pytest.raises(InputError, match=r"metrics.jsonl, line 2 is damaged"):
+        read_jsonl(tmp_path / "metrics.jsonl")
+
+
 def test_a_second_signal_during_an_update_saves_nothing_half_done(tiny, tmp_path, unbroken):
     class Backend(BanditBackend):
         def load(self, params, version):
