@@ -21,7 +21,10 @@ COMMANDS = {
     "doctor": ("metagym.experiments.doctor:command", "what is installed, what works, what is missing"),
 }
 # Which extra brings a module whose import fails.
-EXTRA_OF = {"nle": "minihack", "minihack": "minihack", "minigrid": "minihack"}
+EXTRA_OF = {
+    **dict.fromkeys(("nle", "minihack", "minigrid"), "minihack"),
+    **dict.fromkeys(("alfworld", "textworld", "fast_downward"), "alfworld"),
+}
 
 # What a disk or a path says no with: the message is all that there is to know.
 DISK = (
