@@ -1,8 +1,6 @@
 """The JSON agent: the reply is an object such as `{"action": "north"}`."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from metagym.agents.prompts import first_then
 from metagym.episode import Agent
@@ -36,15 +34,9 @@ def json_action(
     """
     if format is None:
         format = f"Reply with a JSON object: {json.dumps({key: 'one action'})}"
-
-    def prompt(observation: str, info: Mapping[str, Any], turn: int) -> str:
-        return first_then(
-            goal, observation, info, format, first=turn == 0 or not history, actions=list_actions
-        )
-
     return Agent(
         system=system,
-        prompt=prompt,
+        prompt=first_then(goal, format, history=history, actions=list_actions),
         parse=lambda reply: parse(reply, key),
         prefix=prefix,
         history=history,

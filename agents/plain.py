@@ -1,8 +1,5 @@
 """The plain agent: the reply is the action."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from metagym.agents.prompts import first_action, first_then
 from metagym.episode import Agent
 from metagym.errors import FormatError
@@ -30,15 +27,9 @@ def plain(
         prefix: a begun reply; the action is what follows it.
         history, max_format_errors: see `Agent`.
     """
-
-    def prompt(observation: str, info: Mapping[str, Any], turn: int) -> str:
-        return first_then(
-            goal, observation, info, format, first=turn == 0 or not history, actions=list_actions
-        )
-
     return Agent(
         system=system,
-        prompt=prompt,
+        prompt=first_then(goal, format, history=history, actions=list_actions),
         parse=lambda reply: parse(reply.removeprefix(prefix)),
         prefix=prefix,
         history=history,

@@ -1,24 +1,30 @@
 """What the prompts and the parsing of all agents have in common."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+Prompt = Callable[[str, Mapping[str, Any], int], str]  # see `metagym.episode.Agent.prompt`
 
-def first_then(
-    goal: str, observation: str, info: Mapping[str, Any], format: str, *, first: bool, actions: bool
-) -> str:
-    """The user message of a turn: the goal and the reply format stand in the first only.
+
+def first_then(goal: str, format: str, *, history: bool, actions: bool) -> Prompt:
+    """The prompt of an agent: the goal and the reply format stand in the first message, or without history in
+    each.
 
     `actions`: add the actions that `info["admissible"]` lists, if it does.
     """
-    listed = info.get("admissible", ()) if actions else ()
-    parts = [
-        goal if first else "",
-        observation,
-        "Possible actions: " + ", ".join(listed) if listed else "",
-        format if first else "",
-    ]
-    return "\n\n".join(part for part in parts if part)
+
+    def prompt(observation: str, info: Mapping[str, Any], turn: int) -> str:
+        first = turn == 0 or not history
+        listed = info.get("admissible", ()) if actions else ()
+        parts = [
+            goal if first else "",
+            observation,
+            "Possible actions: " + ", ".join(listed) if listed else "",
+            format if first else "",
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    return prompt
 
 
 def first_action(lines: Iterable[str]) -> str | None:

@@ -6,8 +6,6 @@ few-shot example unless the goal text brings one.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from metagym.agents.prompts import first_action, first_then
 from metagym.episode import Agent
@@ -40,15 +38,9 @@ def react(
         prefix: a begun reply, such as "Thought:", or "Action:" for an agent that does not think.
         history, max_format_errors: see `Agent`.
     """
-
-    def prompt(observation: str, info: Mapping[str, Any], turn: int) -> str:
-        return first_then(
-            goal, observation, info, format, first=turn == 0 or not history, actions=list_actions
-        )
-
     return Agent(
         system=system,
-        prompt=prompt,
+        prompt=first_then(goal, format, history=history, actions=list_actions),
         parse=parse,
         prefix=prefix,
         history=history,
