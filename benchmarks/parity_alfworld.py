@@ -30,6 +30,7 @@ from typing import Any
 from metagym.envs import worker
 from metagym.envs.alfworld import game as games
 from metagym.envs.alfworld.native import Play
+from metagym.errors import WorldError
 from metagym.testing import BAD_ACTIONS
 
 RECYCLE = 40  # games a worker process plays before it is replaced: TextWorld leaks
@@ -167,7 +168,9 @@ def shifting(play: Play, rng: random.Random) -> Iterator[str]:
     yield "inventory"
 
 
-def session(game: games.Game, walkthrough: list[str], steps: int, rng: random.Random) -> Iterator[str]:
+def session(
+    game: games.Game, walkthrough: list[str], steps: int, errands: int, rng: random.Random
+) -> Iterator[str]:
     """The commands of one comparison; sees the native game only."""
     play = Play(game)
     play.reset()
@@ -183,7 +186,7 @@ def session(game: games.Game, walkthrough: list[str], steps: int, rng: random.Ra
         if rng.random() < 0.5:
             yield done(bad())
         yield done(command)
-    for errand in rng.sample((slicing, treating, shifting), 2):
+    for errand in rng.sample((slicing, treating, shifting), errands):
         for command in errand(play, rng):
             yield done(command)
     for _ in range(steps):
@@ -199,7 +202,7 @@ def session(game: games.Game, walkthrough: list[str], steps: int, rng: random.Ra
 
 
 def compare(
-    real: Any, source: Any, data: dict[str, Any], steps: int, seed: str
+    real: Any, source: Any, data: dict[str, Any], steps: int, errands: int, seed: str
 ) -> tuple[Counter[str], dict[str, Any], list[Any]]:
     """Plays one game in both: counts and seconds, what to log, and what TextWorld answered.
 
@@ -218,7 +221,7 @@ def compare(
     trail: list[str] = []
     answers: list[Any] = []
     seen = hashlib.sha256()
-    for command in (None, *session(game, data.get("walkthrough") or [], steps, rng)):
+    for command in (None, *session(game, data.get("walkthrough") or [], steps, errands, rng)):
         if command is not None:
             command = command.encode("utf-8", "replace").decode()
             trail.append(command)
@@ -326,6 +329,7 @@ def main() -> int:
     parser.add_argument("--generated", type=int, default=10, metavar="N", help="games of each type")
     parser.add_argument("--odd", type=int, default=5, metavar="N", help="odd games of each type")
     parser.add_argument("--steps", type=int, default=20, help="random commands after the walkthrough")
+    parser.add_argument("--errands", type=int, default=2, metavar="N", help="of three kinds, in each game")
     parser.add_argument("--exact", action="store_true", help="TextWorld without memoisation")
     parser.add_argument("--part", default="0/1", metavar="K/N", help="every Nth game, from the Kth")
     parser.add_argument("--log", type=Path, help="a JSON line for each finished game")
@@ -343,16 +347,20 @@ def main() -> int:
     transcripts: list[dict[str, Any]] = []
     total: Counter[str] = Counter()
     groups: Counter[str] = Counter()
-    differences = 0
+    differences = failures = 0
     part, parts = map(int, args.part.split("/"))
     for number, (name, group, source, data) in enumerate(listed(args)):
         if name in finished or number % parts != part:
             continue
         try:
-            count, record, answers = compare(process.call, source, data, args.steps, name)
+            count, record, answers = compare(process.call, source, data, args.steps, args.errands, name)
         except (AssertionError, games.BadGame) as error:
             differences += 1
             print(f"DIFFERENT {name}: {error}", flush=True)
+            continue
+        except WorldError as error:  # TextWorld died or hung: not compared, and not in the log
+            failures += 1
+            print(f"FAILED {name}: {error}", flush=True)
             continue
         total.update(count)
         total["games"] += 1
@@ -373,7 +381,7 @@ def main() -> int:
         print(f"{group}: {games_in} games")
     print(
         f"{total['games']} games, {total['steps']} steps ({total['changing']} did something), "
-        f"{differences} different"
+        f"{differences} different, {failures} not compared"
     )
     if total["steps"]:
         for what, calls in (("reset", total["games"]), ("step", total["steps"])):
@@ -382,7 +390,7 @@ def main() -> int:
                 f"{what}: textworld {real * 1e3:.1f} ms, native {native * 1e6:.1f} us, "
                 f"ratio {real / native:.0f}"
             )
-    return 1 if differences or not total["games"] else 0
+    return 1 if differences or failures or not total["games"] else 0
 
 
 if __name__ == "__main__":

@@ -333,10 +333,12 @@ class Worker(Live):
 
     def _receive(self, method: str) -> tuple[str, Any]:
         assert self._process is not None
-        if not self._process.connection.poll(self._timeout_s):
+        connection = self._process.connection
+        # Asked again, because a wait that was suspended (SIGSTOP) beyond its end finds nothing.
+        if not (connection.poll(self._timeout_s) or connection.poll(0)):
             self._end()
             raise WorldError(f"the world did not answer {method}() within {self._timeout_s:g} s.")
-        return self._process.connection.recv()
+        return connection.recv()
 
     def _end(self) -> str:
         process, finalizer, self._process, self._finalizer = self._process, self._finalizer, None, None
