@@ -21,7 +21,7 @@ import numpy as np
 
 from metagym.errors import InputError
 from metagym.rl.losses import token_weights
-from metagym.rl.types import Algorithm, Batch
+from metagym.rl.types import Advantage, Algorithm, Batch
 from metagym.types import Group, TokenTrace
 
 
@@ -51,10 +51,12 @@ class Packed:
     metrics: Mapping[str, float]
 
 
-def shift(trace: TokenTrace, advantage: float, rollout: int) -> Segment | None:
+def shift(trace: TokenTrace, advantage: Advantage, rollout: int) -> Segment | None:
     """The segment of a trace, weight 0 so far; None if nothing of it is trained.
 
-    Position t holds token t and asks for token t + 1, and holds what belongs to token t + 1.
+    Position t holds token t and asks for token t + 1, and holds what belongs to token t + 1. `advantage` is
+    one number, or f64[C] with one for each model call, found by `trace.turn`. Raises InputError if a trained
+    token is of a call that has none.
     """
     trained = np.flatnonzero(trace.trainable[1:])
     if trained.size == 0:
@@ -66,20 +68,43 @@ def shift(trace: TokenTrace, advantage: float, rollout: int) -> Segment | None:
         targets=np.asarray(trace.tokens[1 : n + 1], np.int32),
         mask=mask.astype(np.float32),
         weight=np.zeros(n, np.float64),
-        advantages=np.where(mask, float(advantage), 0.0),
+        advantages=_of_tokens(advantage, trace.turn[1 : n + 1], mask),
         behavior_logprobs=np.where(mask, trace.logprobs[1 : n + 1], np.nan).astype(np.float32),
         routing=np.asarray(trace.routing[:n], np.int32),
         rollout=rollout,
     )
 
 
+def _of_tokens(advantage: Advantage, calls: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The advantage of each token, 0 off the mask. f64[n]."""
+    advantage = np.asarray(advantage, np.float64)
+    if advantage.ndim > 1:
+        raise InputError(f"an advantage is a number or f64[calls]; got an array {advantage.shape}")
+    values = np.zeros(len(mask), np.float64)
+    if (
+        advantage.ndim == 1
+        and mask.any()
+        and not 0 <= calls[mask].min() <= calls[mask].max() < len(advantage)
+    ):
+        raise InputError(
+            f"there are advantages for {len(advantage)} model calls, and a trained token is of call "
+            f"{calls[mask].max()}"
+        )
+    values[mask] = advantage[calls[mask]] if advantage.ndim else advantage
+    return values
+
+
 def segments(
-    groups: Sequence[Group], advantages: Sequence[np.ndarray], length: int, *, first_rollout: int = 0
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[Advantage] | np.ndarray],
+    length: int,
+    *,
+    first_rollout: int = 0,
 ) -> tuple[list[Segment], dict[str, float]]:
     """All segments of the groups' episodes, in order, and counts of what was left out.
 
-    `advantages[g]` is f64[len(groups[g].trajectories)]; the value of an episode that is not in the loss is
-    not read.
+    `advantages[g][m]` is the advantage of member m of group g: a number, shared by all its traces, or f64[C],
+    one for each of its model calls. That of an episode that is not in the loss is not read.
     """
     found: list[Segment] = []
     counts = {"overflow": 0, "untrained": 0, "failed": 0}
@@ -230,7 +255,7 @@ def micro_batches(found: Sequence[Segment], *, rows: int, length: int, align: in
 
 def pack(
     groups: Sequence[Group],
-    advantages: Sequence[np.ndarray],
+    advantages: Sequence[Sequence[Advantage] | np.ndarray],
     algorithm: Algorithm,
     *,
     rows: int,
@@ -242,6 +267,7 @@ def pack(
     """The batch of one step. Groups go round-robin into `minibatches`, each its own update with its own
     denominator.
 
+    `advantages[g][m]` is a number for the whole episode, or f64[C], one for each of its model calls.
     `rows` x `length` is the shape of a micro-batch, `align` what segment starts are multiples of. A merged
     batch has the loss and gradient of the unmerged one.
     """

@@ -337,7 +337,7 @@ def _pack(
     advantages = [
         algorithm.advantages(np.array([t.reward for t in g.trajectories]), outcomes(g)) for g in kept
     ]
-    flat = np.abs(np.concatenate([*advantages, np.zeros(0)]))
+    flat = np.abs(np.concatenate([np.zeros(0), *(np.ravel(a) for group in advantages for a in group)]))
     if not flat.any() and algorithm.kl is None and not algorithm.entropy_coef:
         kept, advantages = [], []  # the gradient is zero: no reason to compute it
     packed = pack(

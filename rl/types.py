@@ -74,6 +74,8 @@ class TrainState:
     rng: Array  # typed PRNG key
 
 
+# Of an episode: one number for all it said, or f64[C], one for each of its model calls (`TokenTrace.turn`).
+Advantage = float | np.ndarray
 # (rewards f64[N], outcomes f64[N]) of one group -> advantages f64[N]
 AdvantageFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 # (logprobs, old, advantages f32[B, L], mask bool[B, L], segments i32[B, L]) -> (loss, clipped f32[B, L])

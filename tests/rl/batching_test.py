@@ -48,6 +48,33 @@ def test_the_shift():
     assert shift(frozen, 1.5, rollout=4) is None
 
 
+def test_an_advantage_for_each_model_call(tiny):
+    """Two traces of one episode share the call 0; each token has the advantage of the call that said it."""
+    rng = np.random.default_rng(0)
+    first = tiny.trace(rng, 2, 2, turns=3)
+    second = dataclasses.replace(
+        first,
+        trainable=first.sampled & (first.turn > 0),  # the shared call is trained in the first trace only
+        turn=np.array([0, 3, 4])[first.turn].astype(np.int32),
+    )
+    episode = tiny.trajectory([first, second])
+    calls = np.array([1.0, -2.0, 0.5, 3.0, -4.0])
+    packed = pack([Group([episode])], [[calls]], grpo(), rows=2, length=16)
+    ((batch,),) = packed.minibatches
+    by_trace = sorted(row[m > 0].tolist() for row, m in zip(batch.advantages, batch.mask, strict=True))
+    assert by_trace == [[1, 1, -2, -2, 0.5, 0.5], [3, 3, -4, -4]]
+    whole = pack([Group([episode])], [[0.5]], grpo(), rows=2, length=16).minibatches[0][0]
+    assert set(whole.advantages[whole.mask > 0]) == {0.5}
+
+
+def test_calls_without_an_advantage_are_refused(tiny):
+    episode = tiny.trajectory([tiny.trace(np.random.default_rng(0), 2, 2, turns=3)])
+    with pytest.raises(InputError, match="for 2 model calls, and a trained token is of call 2"):
+        pack([Group([episode])], [[np.ones(2)]], grpo(), rows=1, length=16)
+    with pytest.raises(InputError, match=r"number or f64\[calls\]"):
+        pack([Group([episode])], [[np.ones((2, 3))]], grpo(), rows=1, length=16)
+
+
 def test_a_sampled_first_token_has_no_prediction():
     rng = np.random.default_rng(0)
     trace = TokenTrace(
