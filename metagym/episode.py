@@ -35,6 +35,8 @@ _STOPS: tuple[tuple[type[Exception], StopReason], ...] = (
     (errors.FormatError, StopReason.FORMAT_ERROR),
     (errors.ContextOverflowError, StopReason.CONTEXT_OVERFLOW),
     (errors.TokenLimitError, StopReason.TOKEN_LIMIT),
+    (errors.TurnLimitError, StopReason.TURN_LIMIT),
+    (errors.AgentTimeoutError, StopReason.AGENT_TIMEOUT),
     (errors.ResourceLimitError, StopReason.RESOURCE_LIMIT),
     (errors.AgentError, StopReason.TERMINATED),
     (errors.GraderError, StopReason.INVALID_REWARD),

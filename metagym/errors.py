@@ -8,6 +8,8 @@
     │   ├── FormatError                  a reply could not be turned into an action
     │   ├── ContextOverflowError         the conversation no longer fits into the context
     │   ├── TokenLimitError              the session's token budget is used up
+    │   ├── TurnLimitError               the session's budget of model calls is used up
+    │   ├── AgentTimeoutError            the session's wall-clock budget is used up
     │   └── ResourceLimitError           the sandbox hit its own memory, process, disk or time limit
     ├── InfraError (RuntimeError)        nobody's doing: the episode leaves the loss and the statistics
     │   ├── EngineError                  the generation backend failed or returned unusable data
@@ -77,6 +79,14 @@ class ContextOverflowError(AgentError):
 
 class TokenLimitError(AgentError):
     """The session's budget of sampled tokens is used up."""
+
+
+class TurnLimitError(AgentError):
+    """The session's budget of model calls is used up."""
+
+
+class AgentTimeoutError(AgentError):
+    """The session's wall-clock budget is used up."""
 
 
 class ResourceLimitError(AgentError):

@@ -28,6 +28,7 @@ class Message:
     content: str
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     tool_call_id: str | None = None
+    reasoning: str | None = None  # an assistant's thoughts, where they are apart from what it says
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,23 @@ class Generation:
             )
 
 
+class Why(enum.IntEnum):
+    """Why a token of a trace is trainable, or is not."""
+
+    RENDERED = 0
+    """From the template, a user, a tool or a world."""
+    SAMPLED = 1
+    """The model said it, and it is trained here."""
+    REBUILT = 2
+    """An earlier reply, rendered again from its text: not as it was sampled."""
+    SHARED = 3
+    """The model said it; it is trained in another branch that shares it."""
+    SUPERSEDED = 4
+    """The model said it, but nobody got it, or it was asked for again and never used."""
+    EXCLUDED = 5
+    """The model said it in a branch that the session's policy does not train, such as a title."""
+
+
 @dataclass(frozen=True)
 class TokenTrace:
     """What the model saw and said along one unbroken branch, as token ids.
@@ -92,14 +110,18 @@ class TokenTrace:
     turn: np.ndarray  # i32[T], index of the model call that added the token, prompt tokens included
     routing: np.ndarray = field(default=None)  # type: ignore[assignment]  # i32[T, R]
     kind: Literal["main", "sub-agent", "side", "compaction"] = "main"
+    why: np.ndarray = field(default=None)  # type: ignore[assignment]  # i8[T], a `Why` for each token
 
     def __post_init__(self):
         if self.routing is None:
             object.__setattr__(self, "routing", _no_routing(len(self.tokens)))
-        names = ("tokens", "sampled", "trainable", "logprobs", "version", "turn", "routing")
-        lengths = {k: len(getattr(self, k)) for k in names}
+        names = ("tokens", "sampled", "trainable", "logprobs", "version", "turn", "routing", "why")
+        lengths = {k: len(getattr(self, k)) for k in names if getattr(self, k) is not None}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"TokenTrace: lengths differ: {lengths}")
+        if self.why is None:
+            why = np.where(self.trainable, Why.SAMPLED, np.where(self.sampled, Why.SHARED, Why.RENDERED))
+            object.__setattr__(self, "why", why.astype(np.int8))
         if np.any(self.trainable & ~self.sampled):
             raise ValueError("TokenTrace: a token is trainable that was not sampled")
         if not np.array_equal(np.isfinite(self.logprobs), self.sampled):
