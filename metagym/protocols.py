@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from metagym.types import Generation, Message, Sampling
+from metagym.types import ExecResult, Generation, Limits, Message, Mount, Sampling, Task, Verdict
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,3 +60,69 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """A place where an agent's commands run, with one persistent shell. Used by one thread at a time.
+
+    Every method raises SandboxError if the sandbox is gone or its daemon fails.
+    """
+
+    def exec(
+        self,
+        command: str,
+        timeout: float,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """Runs a command in the shell, for `timeout` seconds at most; then every process in the sandbox is
+        ended and a new shell begun in the same folder. What a command changes of the shell (folder,
+        variables) stays, unless `cwd` or `env` are given: then it runs in a subshell."""
+        ...
+
+    def read(self, path: str, limit: int = 64 << 20) -> bytes:
+        """A file's content. Raises FileNotFoundError, and OSError if it is longer than `limit` bytes."""
+        ...
+
+    def write(self, path: str, content: bytes) -> None:
+        """Writes a file, folders included. Raises OSError if it can't be written."""
+        ...
+
+    def close(self) -> None:
+        """Ends every process in it and removes what it wrote. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SandboxFactory(Protocol):
+    """Starts sandboxes, and owns what is left of them. Thread-safe."""
+
+    def start(
+        self,
+        image: str,
+        mounts: Sequence[Mount] = (),
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        labels: Mapping[str, str] | None = None,
+    ) -> Sandbox:
+        """A new sandbox. Raises InputError for an image or mount that can't be, SandboxError if it fails."""
+        ...
+
+    def snapshot(self, sandbox: Sandbox) -> str:
+        """An image that is this sandbox's files as they are now, to `start` from."""
+        ...
+
+    def close(self) -> None:
+        """Closes every sandbox and removes the snapshots. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Grader(Protocol):
+    """Judges a patch."""
+
+    def grade(self, task: Task, patch: bytes) -> Verdict:
+        """Judges within a deadline of its own: exceeding it is the outcome "infra", never the agent's."""
+        ...

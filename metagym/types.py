@@ -200,3 +200,51 @@ class Group:
         keys = {(t.task, t.seed) for t in self.trajectories}
         if len(keys) > 1:
             raise ValueError(f"Group: members differ in task or seed: {sorted(keys)[:3]}")
+
+
+# ---------------------------------------------------------------- sandboxes and grading
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder of this machine inside a sandbox."""
+
+    source: str  # here; absolute
+    target: str  # in the sandbox; absolute
+    write: bool = False  # False: read-only; True: copy-on-write, what the sandbox writes stays in it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one sandbox may use. A sandbox that hits them is the agent's doing (`ExecResult.limit`)."""
+
+    memory: int = 2 << 30  # bytes, files in memory included
+    disk: int = 1 << 30  # bytes of what it writes
+    pids: int = 256  # processes and threads
+    cpus: float = 2.0
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """What a command did in a sandbox. A non-zero exit and a timeout are results, not errors."""
+
+    output: str  # stdout and stderr as they came; the middle of a long one is left out
+    exit_code: int | None  # None: it was ended at its deadline, or the shell was
+    timed_out: bool = False
+    limit: Literal["memory", "pids", "disk"] | None = None  # the sandbox's own limit that was hit
+    dropped: int = 0  # bytes of output that were left out
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a grader says of a patch."""
+
+    outcome: Literal["resolved", "failed", "not_applied", "hacked", "infra"]
+    reason: str  # a sentence
+    report: Mapping[str, Any] = field(default_factory=dict)  # tests by name, what was left out of the patch
+
+    @property
+    def score(self) -> float:
+        """1 if resolved, else 0; of "infra" there is none, see `metagym.errors.GraderError`."""
+        return float(self.outcome == "resolved")
