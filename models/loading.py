@@ -10,9 +10,9 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,12 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from metagym.models import sharding
+from metagym.models.config import ModelConfig
+from metagym.models.decoder import Decoder
 from metagym.models.errors import ModelError
-from metagym.models.llama import Llama, ModelConfig
+from metagym.models.families import family
 from metagym.models.packaged import PACKAGED, packaged_directory
+from metagym.models.tensors import Index, Recipe
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -38,18 +41,18 @@ SHARD_BYTES = 5_000_000_000  # of a saved file, as transformers does
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def load(name: str | Path, *, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[Llama, Path]:
+def load(name: str | Path, *, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[Decoder, Path]:
     """A model with its weights, and the Hugging Face directory that they, the tokenizer and the template are
     in.
 
     `name`: a packaged model ("smollm2-135m"), a directory with config.json and safetensors, or a hub id
     "owner/name". `dtype` is what the parameters are kept in; training wants f32. With a mesh each device
-    reads only its own shards. Raises ModelError if there is no such model, or its files are not a whole Llama
+    reads only its own shards. Raises ModelError if there is no such model, or its files are not a whole
     model.
     """
     directory = resolve(name)
     config = ModelConfig.from_file(directory / "config.json")
-    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Llama(config)))
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config)))
     one = SingleDeviceSharding(jax.devices()[0])
     shardings = sharding.param_shardings(shapes, mesh) if mesh else jax.tree.map(lambda _: one, shapes)
     recipes = _recipes(config)
@@ -97,75 +100,9 @@ def _from_hub(name: str) -> Path:
         ) from e
 
 
-# How parameters are made of tensors
-
-
-Read = Callable[[str, tuple[slice, ...]], np.ndarray]  # (tensor, part of it)
-Index = tuple[slice, ...]
-
-
-class _Recipe(NamedTuple):
-    """Between one parameter and its Hugging Face tensors. `names` are the tensors of one layer ("{}" is its
-    number); `join` makes the layer's parameter of them, `split` undoes it. Not stacked: one tensor, as it
-    is."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    layers: int = 0
-    join: Callable[..., np.ndarray] | None = None
-    split: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None
-
-    def read(self, read: Read, index: Index) -> np.ndarray:
-        if self.join is None:
-            return read(self.names[0], index)
-        layers = range(self.layers)[index[0]]
-        return np.stack([self.join(*(read(n.format(i), ()) for n in self.names))[index[1:]] for i in layers])
-
-
-def _recipes(c: ModelConfig) -> dict[str, _Recipe]:
+def _recipes(config: ModelConfig) -> dict[str, Recipe]:
     """By the parameter's path in the module."""
-    D, F, V, h = c.hidden_size, c.intermediate_size, c.vocab_size, c.head_dim
-    H, K, G, N = c.num_attention_heads, c.num_key_value_heads, c.groups, c.num_hidden_layers
-
-    def join_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        return np.concatenate([x.T.reshape(D, K, -1) for x in (q, k, v)], axis=-1)
-
-    def split_qkv(w: np.ndarray) -> list[np.ndarray]:
-        return [x.reshape(D, -1).T for x in np.split(w, [G * h, (G + 1) * h], axis=-1)]
-
-    def stacked(names: str | tuple[str, ...], shapes: Any, join: Any, split: Any) -> _Recipe:
-        names = (names,) if isinstance(names, str) else names
-        return _Recipe(tuple(f"model.layers.{{}}.{n}.weight" for n in names), shapes, N, join, split)
-
-    norm = ((D,),), lambda w: w, lambda w: [w]
-    recipes = {
-        "embed": _Recipe(("model.embed_tokens.weight",), ((V, D),)),
-        "layers.attn_norm": stacked("input_layernorm", *norm),
-        "layers.qkv": stacked(
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            ((H * h, D), (K * h, D), (K * h, D)),
-            join_qkv,
-            split_qkv,
-        ),
-        "layers.out": stacked(
-            "self_attn.o_proj",
-            ((D, H * h),),
-            lambda w: w.T.reshape(K, G * h, D),
-            lambda w: [w.reshape(H * h, D).T],
-        ),
-        "layers.mlp_norm": stacked("post_attention_layernorm", *norm),
-        "layers.gate_up": stacked(
-            ("mlp.gate_proj", "mlp.up_proj"),
-            ((F, D), (F, D)),
-            lambda gate, up: np.stack([gate.T, up.T], axis=1),
-            lambda w: [w[:, 0].T, w[:, 1].T],
-        ),
-        "layers.down": stacked("mlp.down_proj", ((D, F),), lambda w: w.T, lambda w: [w.T]),
-        "norm": _Recipe(("model.norm.weight",), ((D,),)),
-    }
-    if not c.tie_word_embeddings:
-        recipes["head"] = _Recipe(("lm_head.weight",), ((V, D),))
-    return recipes
+    return family(config.model_type, "config").recipes(config)
 
 
 # Reading
@@ -217,8 +154,8 @@ class _Reader:
         """Raises ModelError unless every tensor of such a model is there in its shape."""
         for recipe in _recipes(config).values():
             for name, shape in zip(recipe.names, recipe.shapes, strict=True):
-                for i in range(recipe.layers or 1):
-                    tensor = name.format(i)
+                for numbers in recipe.numbers():
+                    tensor = name.format(*numbers)
                     found = self._slice(tensor)
                     problem = None
                     if tuple(found.get_shape()) != shape:
@@ -243,7 +180,7 @@ class _Reader:
 
 
 def save(
-    model: Llama, directory: str | Path, *, source: str | Path | None = None, dtype: Any = jnp.float32
+    model: Decoder, directory: str | Path, *, source: str | Path | None = None, dtype: Any = jnp.float32
 ) -> Path:
     """Writes `model` as a Hugging Face directory, which transformers and SGLang load; returns it.
 
@@ -292,7 +229,7 @@ def save(
     return target
 
 
-def _tensors(model: Llama) -> list[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
+def _tensors(model: Decoder) -> list[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
     """(Hugging Face name, shape, how to get it) of every tensor, in layer order."""
     c = model.config
     params = {
@@ -300,13 +237,13 @@ def _tensors(model: Llama) -> list[tuple[str, tuple[int, ...], Callable[[], np.n
     }
     recipes = _recipes(c)
 
-    def read(path: str, i: int, part: int) -> np.ndarray:
+    def read(path: str, at: tuple[int, ...], part: int) -> np.ndarray:
         split = recipes[path].split
-        return np.asarray(params[path]) if split is None else split(np.asarray(params[path][i]))[part]
+        return np.asarray(params[path]) if split is None else split(np.asarray(params[path][at]))[part]
 
     return [
-        (name.format(i), shape, functools.partial(read, path, i, part))
+        (name.format(*at), shape, functools.partial(read, path, at, part))
         for path, recipe in recipes.items()
-        for i in range(recipe.layers or 1)
+        for at in recipe.numbers()
         for part, (name, shape) in enumerate(zip(recipe.names, recipe.shapes, strict=True))
     ]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from metagym.models.llama import Cache, HasTokens, Llama, Policy, init_cache
+from metagym.models.decoder import Cache, Decoder, HasTokens, Policy, init_cache
 
 
 def make_tiled_policy(
@@ -46,7 +46,7 @@ def make_tiled_policy(
     return policy
 
 
-def _rows(model: Llama, inputs: Any, page_size: int, pages: int, dtype: Any):
+def _rows(model: Decoder, inputs: Any, page_size: int, pages: int, dtype: Any):
     """Log-probs and entropies `[n, rows, page_size]` of tokens, targets and positions of that shape."""
     n, rows, _ = inputs[0].shape
     own = 1 + jnp.arange(rows)[:, None] * n  # a row's pages lie one behind the other; page 0 is scratch

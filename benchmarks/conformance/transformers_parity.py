@@ -60,29 +60,96 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+_QWEN = {k: v for k, v in _BASE.items() if k not in ("attention_bias", "mlp_bias")} | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+CONFIGS |= {
+    "qwen2": {
+        **_QWEN,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5 with yarn": {
+        **_QWEN,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_key_value_heads": 6,
+        "max_position_embeddings": 64,
+        "rope_scaling": _YARN,
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {
+        **_QWEN,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_scaling": _YARN,
+        "tie_word_embeddings": False,
+    },
+    "qwen3 moe": {
+        **_QWEN,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+}
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Hugging Face tensors of a Llama config, drawn in the order of the keys below."""
+    """Hugging Face tensors of a config, drawn in the order of the keys below."""
     rng = np.random.default_rng(seed)
-    D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    D, F, V, kind = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["vocab_size"],
+        config["model_type"],
+    )
     h = config.get("head_dim") or D // config["num_attention_heads"]
     H, K = config["num_attention_heads"] * h, config["num_key_value_heads"] * h
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
+
+    def mlp(prefix: str, F: int) -> None:
+        for name, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
+            shapes[f"{prefix}.{name}_proj.weight"] = shape
+
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         for name, shape in (("q", (H, D)), ("k", (K, D)), ("v", (K, D)), ("o", (D, H))):
             shapes[f"{layer}self_attn.{name}_proj.weight"] = shape
-        for name, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
-            shapes[f"{layer}mlp.{name}_proj.weight"] = shape
+            if kind == "qwen2" and name != "o":
+                shapes[f"{layer}self_attn.{name}_proj.bias"] = shape[:1]
+        if kind.startswith("qwen3"):
+            shapes[layer + "self_attn.q_norm.weight"] = shapes[layer + "self_attn.k_norm.weight"] = (h,)
+        if kind == "qwen3_moe":
+            shapes[layer + "mlp.gate.weight"] = (config["num_experts"], D)
+            for e in range(config["num_experts"]):
+                mlp(f"{layer}mlp.experts.{e}", config["moe_intermediate_size"])
+        else:
+            mlp(f"{layer}mlp", F)
         shapes[layer + "input_layernorm.weight"] = shapes[layer + "post_attention_layernorm.weight"] = (D,)
     shapes["model.norm.weight"] = (D,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
-    return {
-        name: (rng.normal(size=s) * s[-1] ** -0.5 if len(s) == 2 else 1 + rng.normal(size=s) / 4).astype("f4")
-        for name, s in shapes.items()
-    }
+
+    def draw(name: str, s: tuple[int, ...]) -> np.ndarray:
+        x = rng.normal(size=s)
+        return (x * s[-1] ** -0.5 if len(s) == 2 else x / 2 if name.endswith("bias") else 1 + x / 4).astype(
+            "f4"
+        )
+
+    return {name: draw(name, s) for name, s in shapes.items()}
 
 
 def write_directory(directory: Path, config: dict[str, Any], seed: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from metagym.models import Llama, ModelConfig
-from metagym.models.llama import rms_norm, rotary
+from metagym.models.decoder import rms_norm, rotary
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,376 @@
+"""The decoder that every family is: one Flax module, read from top to bottom.
+
+What a family adds (biases, normalised heads, experts) is a field of its `ModelConfig`.
+
+Letters in shapes: B rows, L tokens of a row, D embed, N layers, K key/value heads, G query heads per key
+head, h head size, F hidden units, V vocabulary; S sequences being generated, C new tokens of each, P pages of
+each.
+
+All layers are stacked along a leading axis and run by `lax.scan`. Three ways through the same weights:
+`hidden` + `token_logprobs` (training, packed rows), `extend` + `logits` (generation, paged cache).
+Master weights, residual stream, norms and every sum are f32; `compute_dtype` is what the operands of the
+matrix products are rounded to. f32 is the exact mode.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+
+from metagym.models import sharding
+from metagym.models.attention import MASKED, dot_batched, packed_attention
+from metagym.models.config import Llama3Rope, ModelConfig
+from metagym.models.head import token_logprobs
+from metagym.models.matmul import matmul
+
+MEMORY = 1 << 30
+"""Bytes of intermediate results that a device keeps for the backward pass, if nothing else is said."""
+
+
+def kept(config: ModelConfig, tokens: int, memory: int) -> list[str]:
+    """What a training pass over `tokens` tokens keeps of every layer, within `memory` bytes, so that the
+    backward pass does not compute it again: what costs the most time for its size comes first. The inputs of
+    the layers are kept in any case. Keeping more or less changes no log-probability."""
+    c = config
+    sizes = {
+        "attention": c.num_attention_heads * (c.head_dim + 1),
+        "qkv": (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim,
+        "middle": c.hidden_size,
+        "gate_up": 2 * c.intermediate_size,
+    }
+    names, used = [], 0
+    for name, size in sizes.items():
+        used += 4 * size * tokens * c.num_hidden_layers
+        if used > memory:
+            break
+        names.append(name)
+    return names
+
+
+class Cache(NamedTuple):
+    """Keys and values of everything generated so far, in pages that sequences own. k and v are
+    `[N, pages, page_size, K, h]`; page 0 is scratch: padding is written there and nobody reads it."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def init_cache(config: ModelConfig, num_pages: int, page_size: int, dtype: Any = jnp.float32) -> Cache:
+    """An empty cache of `num_pages` pages, the scratch page included."""
+    shape = (config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, f32 `[..., h / 2]`, for positions `[...]`."""
+    h, scale = config.head_dim, 1.0
+    freq = 1.0 / (config.rope_theta ** (np.arange(0, h, 2, dtype=np.float32) / np.float32(h)))
+    s = config.rope_scaling
+    if isinstance(s, Llama3Rope):
+        turns = s.original_max_position_embeddings * freq / (2 * math.pi)
+        smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        freq = freq / s.factor * (1 - smooth) + freq * smooth
+    elif s is not None:  # YaRN: between the dimensions that turn beta_fast and beta_slow times, a ramp
+
+        def dimension(turns: float) -> float:
+            ratio = s.original_max_position_embeddings / (turns * 2 * math.pi)
+            return h * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+        low, high = dimension(s.beta_fast), dimension(s.beta_slow)
+        if s.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, h - 1)
+        ramp = np.clip((np.arange(h // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        freq = freq / s.factor * ramp + freq * (1 - ramp)
+        scale = s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1
+    angle = positions[..., None].astype(jnp.float32) * jnp.asarray(freq, jnp.float32)
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of x `[..., heads, h]`: the first half of a head is paired with the second."""
+    a, b = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * weight
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _draw(key: jax.Array, arrays: tuple[tuple[tuple[int, ...], int], ...]) -> list[jax.Array]:
+    """N(0, 1 / fan_in) for each (shape, fan_in). One program and one long draw: a draw of its own for each
+    shape takes seconds to compile."""
+    ends = np.cumsum([math.prod(shape) for shape, _ in arrays])
+    parts = jnp.split(jax.random.normal(key, (int(ends[-1]),), jnp.float32), ends[:-1])
+    return [x.reshape(shape) * fan_in**-0.5 for x, (shape, fan_in) in zip(parts, arrays, strict=True)]
+
+
+class Layers(nnx.Module):
+    """The weights of all decoder layers. `qkv` holds, for each key head, its G query heads, its key and its
+    value side by side, so that one product makes all three and a tensor-parallel split cuts between key
+    heads."""
+
+    def __init__(self, c: ModelConfig, make: Callable[..., nnx.Param]):
+        N, D, K, h, F = (
+            c.num_hidden_layers,
+            c.hidden_size,
+            c.num_key_value_heads,
+            c.head_dim,
+            c.intermediate_size,
+        )
+        self.attn_norm = make((N, D), ("layers", "norm"), None)
+        self.qkv = make((N, D, K, (c.groups + 2) * h), ("layers", "embed", "kv_heads", "head"), D)
+        self.out = make((N, K, c.groups * h, D), ("layers", "kv_heads", "head", "embed"), K * c.groups * h)
+        if c.qkv_bias:
+            self.qkv_bias = make((N, K, (c.groups + 2) * h), ("layers", "kv_heads", "head"), 0)
+        if c.qk_norm:
+            self.q_norm = make((N, h), ("layers", "norm"), None)
+            self.k_norm = make((N, h), ("layers", "norm"), None)
+        self.mlp_norm = make((N, D), ("layers", "norm"), None)
+        self.gate_up = make((N, D, 2, F), ("layers", "embed", "pair", "mlp"), D)
+        self.down = make((N, F, D), ("layers", "mlp", "embed"), F)
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer. Every parameter is an f32 `nnx.Param` whose metadata `axes` names its axes.
+
+    `Decoder(config, seed=0)` draws N(0, 1 / fan_in) weights; under `nnx.eval_shape` it costs nothing.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0):
+        self.config = config
+        random: list[tuple[nnx.Param, tuple[int, ...], int]] = []
+
+        def make(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int | None) -> nnx.Param:
+            """Random; ones for a fan-in of None, zeros for 0."""
+            if fan_in:
+                random.append((param := nnx.Param(jnp.zeros(()), axes=axes), shape, fan_in))
+                return param
+            return nnx.Param(jnp.full(shape, 1.0 if fan_in is None else 0.0, jnp.float32), axes=axes)
+
+        D, V = config.hidden_size, config.vocab_size
+        self.embed = make((V, D), ("vocab", "embed"), D)
+        self.layers = Layers(config, make)
+        self.norm = make((D,), ("norm",), None)
+        self.head = None if config.tie_word_embeddings else make((V, D), ("vocab", "embed"), D)
+        drawn = _draw(jax.random.key(seed), tuple((shape, fan_in) for _, shape, fan_in in random))
+        for (param, *_), x in zip(random, drawn, strict=True):
+            param.set_value(x)
+
+    # One layer
+
+    def _project(self, w: Mapping[str, jax.Array], x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: Any):
+        """x [..., D] -> rotated q [..., K, G, h] and k [..., K, h], and v [..., K, h]."""
+        c = self.config
+        y = matmul(rms_norm(x, w["attn_norm"], c.rms_norm_eps), w["qkv"].reshape(c.hidden_size, -1), dtype)
+        y = checkpoint_name(y, "qkv")
+        y = y.reshape(*x.shape[:-1], c.num_key_value_heads, c.groups + 2, c.head_dim)
+        if c.qkv_bias:
+            y = y + w["qkv_bias"].reshape(y.shape[-3:])
+        if c.qk_norm:
+            norms = (w["q_norm"][None].repeat(c.groups, 0), w["k_norm"][None])
+            qk = rms_norm(y[..., :-1, :], jnp.concatenate(norms), c.rms_norm_eps)
+            y = jnp.concatenate([qk, y[..., -1:, :]], axis=-2)
+        qk = rotate(y[..., :-1, :], cos[..., None, :], sin[..., None, :])
+        return qk[..., :-1, :], qk[..., -1, :], y[..., -1, :]
+
+    def _finish(self, w: Mapping[str, jax.Array], x: jax.Array, attended: jax.Array, dtype: Any) -> jax.Array:
+        """Adds the output projection of `attended` [..., K, G, h] to x [..., D], then the gated MLP."""
+        c = self.config
+        x = x + matmul(attended.reshape(*x.shape[:-1], -1), w["out"].reshape(-1, c.hidden_size), dtype)
+        x = checkpoint_name(x, "middle")
+        y = rms_norm(x, w["mlp_norm"], c.rms_norm_eps)
+        y = checkpoint_name(matmul(y, w["gate_up"].reshape(c.hidden_size, -1), dtype), "gate_up")
+        gate, up = jnp.split(y, 2, axis=-1)
+        return x + matmul(jax.nn.silu(gate) * up, w["down"], dtype)
+
+    def _stacked(self) -> dict[str, jax.Array]:
+        return {name: p[...] for name, p in vars(self.layers).items() if isinstance(p, nnx.Param)}
+
+    def _embed(self, tokens: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+        table = sharding.constrain(self.embed[...], ("vocab", None), mesh)
+        x = jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+        return sharding.constrain(x, ("batch", None, None), mesh)
+
+    def _head(self) -> jax.Array:
+        return (self.embed if self.head is None else self.head)[...]
+
+    # Training
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segments: jax.Array,
+        *,
+        compute_dtype: Any = jnp.float32,
+        memory: int = MEMORY,
+        mesh: Mesh | None = None,
+    ) -> jax.Array:
+        """The normalised last hidden states, f32 `[B, L, D]`.
+
+        tokens, positions (from 0 in each segment), segments: i32 `[B, L]`. Tokens of a segment are adjacent
+        and see the earlier ones of the same segment; segment 0 is padding, its rows are finite and mean
+        nothing. `memory`: see `kept`.
+        """
+        assert tokens.ndim == 2, tokens.shape
+        assert tokens.shape == positions.shape == segments.shape, (tokens.shape, positions.shape)
+        cos, sin = rotary(self.config, positions)
+
+        def layer(x: jax.Array, w: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
+            x = sharding.constrain(x, ("batch", None, None), mesh)
+            q, k, v = self._project(w, x, cos, sin, compute_dtype)
+            attended = packed_attention(q, k, v, segments, dtype=compute_dtype, mesh=mesh)
+            return self._finish(w, x, attended, compute_dtype), None
+
+        rows = math.ceil(tokens.shape[0] / sharding.parts("batch", mesh))
+        names = kept(self.config, rows * tokens.shape[1], memory)
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+        x, _ = lax.scan(layer, self._embed(tokens, mesh), self._stacked())
+        return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+
+    def token_logprobs(
+        self,
+        hidden: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        chunk: int = 512,
+        compute_dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probability of each target and entropy of each distribution, f32 `[B, L]`, from hidden `[B, L,
+        D]`. About `chunk` tokens at a time have their logits in memory, forward and backward."""
+        return token_logprobs(
+            hidden, self._head(), targets, mask, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh
+        )
+
+    # Generation
+
+    def extend(
+        self,
+        cache: Cache,
+        tokens: jax.Array,
+        positions: jax.Array,
+        page_table: jax.Array,
+        *,
+        compute_dtype: Any = jnp.float32,
+    ) -> tuple[jax.Array, Cache]:
+        """Reads C new tokens of each of S sequences: hidden f32 `[S, C, D]`, and the cache with them in it.
+
+        tokens, positions: i32 `[S, C]`; the new tokens of a sequence have adjacent, rising positions; padding
+        has a negative position and comes last. page_table i32 `[S, P]`: position p lives in page
+        `page_table[s, p // page_size]`. A token sees every earlier position of its sequence; the cost grows
+        with P, so pass no more than needed. Donate the cache to the jit around this, or it is copied.
+        """
+        c, (S, C) = self.config, tokens.shape
+        page_size = cache.k.shape[2]
+        T = page_table.shape[1] * page_size
+        valid = positions >= 0
+        page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
+        slot = (jnp.where(valid, page, 0), jnp.where(valid, positions % page_size, 0))
+        # Which of the new tokens, if any, sits at each position of the context.
+        key_positions = jnp.arange(T)
+        last = jnp.max(
+            jnp.where(valid, jnp.arange(C), -1), axis=1, keepdims=True
+        )  # index of the last new token
+        first_position = jnp.max(positions, axis=1, keepdims=True) - last  # where token 0 is, or would be
+        which = key_positions[None, :] - first_position
+        is_new = (which >= 0) & (which <= last)  # [S, T]; none for a sequence of padding only
+        which = jnp.clip(which, 0, C - 1)
+        visible = key_positions[None, None, :] <= positions[:, :, None]  # [S, C, T]
+        cos, sin = rotary(c, positions)
+
+        def context(pages: jax.Array, n: jax.Array, new: jax.Array) -> jax.Array:
+            old = pages[n, page_table].reshape(S, T, *new.shape[2:])
+            fresh = new if C == 1 else jnp.take_along_axis(new, which[:, :, None, None], axis=1)
+            return jnp.where(is_new[:, :, None, None], fresh, old).swapaxes(1, 2)  # [S, K, T, h]
+
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            w, n = w
+            q, k, v = self._project(w, x, cos, sin, compute_dtype)
+            k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+            keys, values = context(cache.k, n, k), context(cache.v, n, v)
+            attended = _cached_attention(q * c.head_dim**-0.5, keys, values, visible, compute_dtype)
+            return self._finish(w, x, attended, compute_dtype), (k, v)
+
+        x, (k, v) = lax.scan(layer, self._embed(tokens), (self._stacked(), jnp.arange(c.num_hidden_layers)))
+        cache = Cache(cache.k.at[:, slot[0], slot[1]].set(k), cache.v.at[:, slot[0], slot[1]].set(v))
+        return rms_norm(x, self.norm[...], c.rms_norm_eps), cache
+
+    def logits(self, hidden: jax.Array, *, compute_dtype: Any = jnp.float32) -> jax.Array:
+        """f32 `[..., V]` from hidden `[..., D]`: for sampling, where only the last token of a sequence
+        counts."""
+        return matmul(hidden, self._head().T, compute_dtype)
+
+
+def _cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, dtype: Any):
+    """q [S, C, K, G, h] over keys and values [S, K, T, h]; visible [S, C, T] -> [S, C, K, G, h]."""
+    S, C, K, G, h = q.shape
+    T = keys.shape[2]
+    q = jnp.moveaxis(q, 1, 3).reshape(S * K, G * C, h)
+    s = dot_batched(q, keys.reshape(S * K, T, h), (2, 2), dtype).reshape(S, K, G, C, T)
+    s = jnp.where(visible[:, None, None], s, MASKED)
+    p = jnp.exp(s - s.max(-1, keepdims=True))
+    out = dot_batched(p.reshape(S * K, G * C, T), values.reshape(S * K, T, h), (2, 1), dtype)
+    out = out.reshape(S, K, G, C, h) / p.sum(-1)[..., None]
+    return jnp.moveaxis(out, 3, 1)
+
+
+class HasTokens(Protocol):
+    """What `make_policy` reads of a batch: i32 `[B, L]` each, and which targets matter."""
+
+    @property
+    def tokens(self) -> Any: ...
+    @property
+    def targets(self) -> Any: ...
+    @property
+    def mask(self) -> Any: ...
+    @property
+    def positions(self) -> Any: ...
+    @property
+    def segments(self) -> Any: ...
+
+
+Policy = Callable[[Any, HasTokens], tuple[jax.Array, jax.Array]]
+
+
+def make_policy(
+    graphdef: Any,
+    *,
+    compute_dtype: Any = jnp.float32,
+    chunk: int = 512,
+    memory: int = MEMORY,
+    mesh: Mesh | None = None,
+) -> Policy:
+    """The model as a pure function `policy(params, batch) -> (logprobs, entropy)`, each f32 `[B, L]`: how
+    likely `batch.targets` are, 0 where `batch.mask` is. `graphdef, params = nnx.split(model)`. `chunk`: see
+    `Decoder.token_logprobs`; `memory`: see `kept`."""
+
+    def policy(params: Any, batch: HasTokens) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(graphdef, params)
+        hidden = model.hidden(
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            compute_dtype=compute_dtype,
+            memory=memory,
+            mesh=mesh,
+        )
+        return model.token_logprobs(
+            hidden, batch.targets, batch.mask, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh
+        )
+
+    return policy
