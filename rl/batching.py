@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from metagym.errors import InputError
+from metagym.rl.advantages import whitened
 from metagym.rl.losses import token_weights
-from metagym.rl.types import Advantage, Algorithm, Batch
+from metagym.rl.types import Advantage, Algorithm, Batch, SelectFn
 from metagym.types import Group, TokenTrace
 
 
@@ -35,6 +36,8 @@ class Segment:
     weight: np.ndarray  # f64: share in the loss
     advantages: np.ndarray  # f64
     behavior_logprobs: np.ndarray  # f32, NaN off the mask
+    turn: np.ndarray  # i32
+    version: np.ndarray  # i32, -1 off the mask
     routing: np.ndarray  # i32
     rollout: int
 
@@ -70,6 +73,8 @@ def shift(trace: TokenTrace, advantage: Advantage, rollout: int) -> Segment | No
         weight=np.zeros(n, np.float64),
         advantages=_of_tokens(advantage, trace.turn[1 : n + 1], mask),
         behavior_logprobs=np.where(mask, trace.logprobs[1 : n + 1], np.nan).astype(np.float32),
+        turn=np.asarray(trace.turn[1 : n + 1], np.int32),
+        version=np.where(mask, trace.version[1 : n + 1], -1).astype(np.int32),
         routing=np.asarray(trace.routing[:n], np.int32),
         rollout=rollout,
     )
@@ -100,25 +105,26 @@ def segments(
     length: int,
     *,
     first_rollout: int = 0,
+    select: SelectFn | None = None,
 ) -> tuple[list[Segment], dict[str, float]]:
     """All segments of the groups' episodes, in order, and counts of what was left out.
 
     `advantages[g][m]` is the advantage of member m of group g: a number, shared by all its traces, or f64[C],
-    one for each of its model calls. That of an episode that is not in the loss is not read.
+    one for each of its model calls. That of an episode that is not in the loss is not read. `select` says
+    what of an episode is trained, or None.
     """
     found: list[Segment] = []
-    counts = {"overflow": 0, "untrained": 0, "failed": 0}
+    counts = {"overflow": 0, "untrained": 0, "failed": 0, "rejected": 0}
     rollout = first_rollout
     for group, values in zip(groups, advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
-            own = (
-                []
-                if not trajectory.stop.in_loss
-                else [shift(t, advantage, rollout) for t in trajectory.traces]
-            )
-            own = [s for s in own if s is not None]
+            chosen = trajectory if select is None or not trajectory.stop.in_loss else select(trajectory)
+            traces = chosen.traces if chosen is not None and trajectory.stop.in_loss else ()
+            own = [s for t in traces if (s := shift(t, advantage, rollout)) is not None]
             if not trajectory.stop.in_loss:
                 counts["failed"] += 1
+            elif chosen is None:
+                counts["rejected"] += 1
             elif any(len(s) > length for s in own):
                 counts["overflow"] += 1
             elif not own:
@@ -140,6 +146,22 @@ def weigh(found: Sequence[Segment], algorithm: Algorithm) -> list[Segment]:
     return [dataclasses.replace(s, weight=w) for s, w in zip(found, np.split(weights, cuts), strict=True)]
 
 
+def whiten(found: Sequence[Segment]) -> list[Segment]:
+    """The segments of a step with their advantages normalised over all its trained tokens."""
+    if not found:
+        return []
+    masks = [s.mask > 0 for s in found]
+    values = whitened(np.concatenate([s.advantages[m] for s, m in zip(found, masks, strict=True)]))
+    cuts = np.cumsum([m.sum() for m in masks])[:-1]
+
+    def with_values(s: Segment, mask: np.ndarray, own: np.ndarray) -> Segment:
+        advantages = np.zeros_like(s.advantages)
+        advantages[mask] = own
+        return dataclasses.replace(s, advantages=advantages)
+
+    return [with_values(*x) for x in zip(found, masks, np.split(values, cuts), strict=True)]
+
+
 def merge(found: Sequence[Segment], *, match_behavior: bool = True) -> list[Segment]:
     """Merges segments that agree in tokens, mask, routing, behavior log-probs and the sign of every
     advantage.
@@ -150,7 +172,8 @@ def merge(found: Sequence[Segment], *, match_behavior: bool = True) -> list[Segm
     too.
 
     `match_behavior=False` ignores the behavior log-probs: right for an algorithm without a correction, whose
-    loss does not read them; the first one's stay, and the distance to the sampler is measured on those.
+    loss does not read them; the first one's stay, and the distance to the sampler is measured on those. The
+    first one's `turn` and `version`, which no loss reads, stay in any case.
     """
     merged: dict[tuple[bytes, ...], list[Segment]] = {}
     for s in found:
@@ -220,6 +243,8 @@ def empty_batch(rows: int, length: int, routing: int = 0) -> Batch:
         positions=np.zeros(shape, np.int32),
         segments=np.zeros(shape, np.int32),
         rollout=np.full(shape, -1, np.int32),
+        turn=np.zeros(shape, np.int32),
+        version=np.full(shape, -1, np.int32),
         routing=np.zeros((*shape, routing), np.int32),
     )
 
@@ -243,6 +268,8 @@ def micro_batches(found: Sequence[Segment], *, rows: int, length: int, align: in
                     "weight",
                     "advantages",
                     "behavior_logprobs",
+                    "turn",
+                    "version",
                     "routing",
                     "rollout",
                 ):
@@ -269,25 +296,38 @@ def pack(
 
     `advantages[g][m]` is a number for the whole episode, or f64[C], one for each of its model calls.
     `rows` x `length` is the shape of a micro-batch, `align` what segment starts are multiples of. A merged
-    batch has the loss and gradient of the unmerged one.
+    batch has the loss and gradient of the unmerged one. If all advantages are 0, and no other term is in the
+    loss, the minibatches are empty.
     """
-    made: list[tuple[Batch, ...]] = []
+    own: list[list[Segment]] = []  # of each minibatch
     totals: dict[str, float] = {}
-    before = after = first = 0
+    first = 0
     for m in range(minibatches):
-        own = range(m, len(groups), minibatches)
+        members = range(m, len(groups), minibatches)
         found, counts = segments(
-            [groups[g] for g in own], [advantages[g] for g in own], length, first_rollout=first
+            [groups[g] for g in members],
+            [advantages[g] for g in members],
+            length,
+            first_rollout=first,
+            select=algorithm.select,
         )
-        first += sum(len(groups[g].trajectories) for g in own)
-        found = weigh(found, algorithm)
-        before += len(found)
-        if merge_equal:
-            found = merge(found, match_behavior=algorithm.correction is not None)
-        after += len(found)
-        made.append(micro_batches(found, rows=rows, length=length, align=align))
+        own.append(found)
+        first += sum(len(groups[g].trajectories) for g in members)
         for name, value in counts.items():
             totals[name] = totals.get(name, 0.0) + value
+    if algorithm.whiten:
+        sizes = np.cumsum([len(found) for found in own])[:-1]
+        spread = whiten([s for found in own for s in found])
+        own = [spread[a:b] for a, b in zip((0, *sizes), (*sizes, len(spread)), strict=True)]
+    terms = algorithm.entropy_coef or (algorithm.kl is not None and algorithm.kl_in == "loss")
+    if not terms and not any(s.advantages.any() for found in own for s in found):
+        own = [[] for _ in own]  # the gradient is zero: no reason to compute it
+    before = sum(len(found) for found in own)
+    own = [weigh(found, algorithm) for found in own]
+    if merge_equal:
+        own = [merge(found, match_behavior=algorithm.correction is not None) for found in own]
+    after = sum(len(found) for found in own)
+    made = [micro_batches(found, rows=rows, length=length, align=align) for found in own]
     flat = [b for batches in made for b in batches]
     used = sum(int(np.count_nonzero(b.segments)) for b in flat)
     metrics = {f"batch/{name}": value for name, value in totals.items()}

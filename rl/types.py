@@ -1,13 +1,15 @@
 """The device-side types: pytrees that a jitted step takes and returns, and the record that is an
 algorithm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
+
+from metagym.types import Group, Trajectory
 
 Array = jax.Array | np.ndarray
 Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
@@ -27,6 +29,8 @@ Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "
         "positions",
         "segments",
         "rollout",
+        "turn",
+        "version",
         "routing",
     ],
     meta_fields=[],
@@ -55,6 +59,8 @@ class Batch:
     positions: Array  # i32[B, L], 0, 1, 2, ... within a segment
     segments: Array  # i32[B, L], 1, 2, ... within a row; 0 is padding
     rollout: Array  # i32[B, L], index of the trajectory within the step; -1 is padding
+    turn: Array  # i32[B, L], model call that the target belongs to; 0 in padding
+    version: Array  # i32[B, L], of the weights that sampled the target; -1 off the mask
     routing: Array  # i32[B, L, R], experts that position t was sent to while sampling; R = 0 for dense models
 
 
@@ -78,10 +84,14 @@ class TrainState:
 Advantage = float | np.ndarray
 # (rewards f64[N], outcomes f64[N]) of one group -> advantages f64[N]
 AdvantageFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
+# (group of N, its advantages f64[N]) -> N advantages, f64[C] each
+CreditFn = Callable[[Group, np.ndarray], Sequence[Advantage]]
+# an episode -> what of it is trained, or None
+SelectFn = Callable[[Trajectory], Trajectory | None]
 # (logprobs, old, advantages f32[B, L], mask bool[B, L], segments i32[B, L]) -> (loss, clipped f32[B, L])
 PolicyLossFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-# (old_logprobs, behavior_logprobs f32[B, L]) -> weights f32[B, L]
-CorrectionFn = Callable[[jax.Array, jax.Array], jax.Array]
+# (logprobs, old, behavior, advantages f32[B, L], mask bool[B, L], segments i32[B, L]) -> weights f32[B, L]
+CorrectionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 # (logprobs, ref_logprobs f32[B, L]) -> f32[B, L]
 KLFn = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -96,9 +106,13 @@ class Algorithm:
         PolicyLossFn  # per token; positively homogeneous in the advantages, so that equal rows can be merged
     )
     reduction: Reduction
-    correction: CorrectionFn | None = None  # weights between the trainer's old policy and the sampler
-    kl: KLFn | None = None  # added to the loss; needs reference parameters
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0  # the bonus that is subtracted from the loss
     constant: int = 0  # tokens per sequence that "constant" divides by
+    credit: CreditFn | None = None  # shares an episode's advantage out to its calls; None: all get it whole
+    whiten: bool = False  # advantages are normalised over the trained tokens of the step
+    correction: CorrectionFn | None = None  # weights for the distance between the policies, detached
+    kl: KLFn | None = None  # needs reference parameters
+    kl_coef: float = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coef: float = 0.0  # the bonus that is subtracted from the loss
     drop_equal: bool = False  # groups whose raw outcomes are all equal stay out of batch and denominators
+    select: SelectFn | None = None  # what is trained of an episode; it counts in its group's baseline anyway
