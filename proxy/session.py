@@ -1,65 +1,104 @@
 """A session: one episode's conversation with a model, and the exact tokens of it.
 
-Text becomes tokens here and nowhere else. Every answered call is a node of a tree; a request is matched to
-the deepest node whose conversation it extends, and only what is new is rendered and appended to the tokens
-that the model really saw and said. What extends nothing opens a branch from the root. Each leaf is one
-`TokenTrace`.
+Text becomes tokens here and nowhere else. Each answered call is a node of the trace tree (`proxy.tree`): only
+what a request adds to it is rendered, and appended to the tokens that the model really saw and said.
+
+A native agent calls `chat`. The server goes the same way in three steps, so that it can wait without a
+thread: `plan` (what the request goes on from), `submit` (to the backend), `record` (the answer).
 """
 
 import concurrent.futures
-import json
+import hashlib
+import secrets
 import threading
-import unicodedata
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from metagym.errors import ContextOverflowError, EngineError, InputError, MetaGymError, TokenLimitError
+from metagym.errors import (
+    AgentTimeoutError,
+    ContextOverflowError,
+    EngineError,
+    InputError,
+    MetaGymError,
+    TokenLimitError,
+    TurnLimitError,
+)
 from metagym.live import Live
 from metagym.protocols import Backend
-from metagym.proxy.render import Renderer
+from metagym.proxy import tools as tool_formats
+from metagym.proxy.render import History, Renderer
+from metagym.proxy.tree import KINDS, Node, Tree, canonical, key
 from metagym.types import Generation, Message, Sampling, TokenTrace
 
 _CONTRACT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
-@dataclass(eq=False)
-class _Call:
-    """One answered model call: what it added to its parent's tokens and messages."""
+@dataclass(frozen=True)
+class Request:
+    """What a program asks for, whatever dialect it speaks."""
 
-    parent: "_Call | None"
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()  # {"type": "function", "function": {...}}
+    agent: str = ""  # which of the program's agents asks, where it says so
+    prefix: str = ""  # a begun reply: rendered, not sampled
+    max_tokens: int | None = None  # most tokens of the reply; None: the session's
+    asked: Mapping[str, Any] = field(default_factory=dict)  # sampling settings that the session overrules
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a request goes on from. `twin`: an answer to the same request that nobody got yet."""
+
+    request: Request
+    key: tuple[Hashable, ...]
+    parent: Node
+    root: Node
+    signature: Hashable  # the same for a retry of this request
+    twin: Node | None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request that the backend is working on."""
+
+    plan: Plan
+    parent: Node  # where its tokens are appended; the root if the template rewrites history
+    prompt: np.ndarray  # i32[T], what was rendered for it
     turn: int
-    messages: tuple[Message, ...]  # new messages, then the reply; () for the root
-    key: tuple[object, ...]  # the same, comparable
-    prompt: np.ndarray  # i32[T], rendered tokens that this call added
-    generation: Generation | None  # None for the root
-    length: int  # tokens from the root to here
-    count: int  # messages from the root to here
-    children: list["_Call"] = field(default_factory=list)
+    sampling: Sampling
+    future: "concurrent.futures.Future[Generation]"
 
-    def path(self) -> list["_Call"]:
-        """The calls from the first below the root to this one."""
-        calls, call = [], self
-        while call.parent is not None:
-            calls.append(call)
-            call = call.parent
-        return calls[::-1]
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """An answer, and its true counts of tokens."""
+
+    message: Message
+    finish: str  # "stop" or "length"
+    prompt_tokens: int
+    cached_tokens: int  # of those, known from earlier calls
+    completion_tokens: int
+    node: Node
 
 
 class Session(Live):
     """A `Chat` whose every token is recorded. Safe to call from many threads.
 
-    - Assistant turns in a request are matched by the text that was returned (white space at the ends aside),
-      never tokenised again; all other messages must be equal.
+    - Assistant turns in a request are matched by the text that was returned (white space at the ends aside)
+      or by their tool calls, never tokenised again; all other messages must be equal.
     - A reply that ended by length gets the template's end-of-turn token as a rendered, not a sampled one.
     - A request that was answered before is answered anew in a sibling branch; the calls that branches share
-      are trainable in the first of them.
+      are trainable in the first of them. With `retries`, it is a retry of the earlier one: an answer that
+      was not delivered is delivered, and one that was, but is never continued, is not trainable.
     - A request that the template does not render as a continuation opens a branch from the root, where
       earlier replies are rebuilt from text and not trainable (counted as `metrics["not_append_only"]`; one
-      that extends nothing known as `metrics["unmatched"]`).
+      that extends nothing known as `metrics["unmatched"]`). With history "keep", what the model saw and said
+      stays as it is, whatever the template would make of it now.
     """
 
     def __init__(
@@ -71,8 +110,13 @@ class Session(Live):
         training: bool = True,
         context: int = 1024,
         token_budget: int | None = None,
+        max_turns: int | None = None,
+        deadline_s: float | None = None,
         seed: int | None = None,
         timeout_s: float | None = 900.0,
+        history: History = "branch",
+        train: Collection[str] = KINDS,
+        retries: bool = False,
     ):
         """
         Args:
@@ -80,23 +124,35 @@ class Session(Live):
           training: forces temperature 1 and no filters, whatever `sampling` says; `forced` records that.
           context: most tokens of one branch, prompt and reply together.
           token_budget: most tokens sampled in the session. Calls that run at once may exceed it together.
+          max_turns: most calls; None for sessions whose episode loop counts them.
+          deadline_s: seconds from now after which calls are refused; None: no limit.
           seed: decides, with the index of the call, each reply's seed; None leaves that to the backend.
             Members of a group need different ones.
           timeout_s: longest wait for one reply, then EngineError; None waits for ever.
+          history: "branch": a template that rewrites history starts new branches; "keep": it is kept.
+          train: which kinds of branches train: "main", "sub-agent", "side", "compaction".
+          retries: whether a repeated request is a retry; for programs that repeat a request on their own.
         """
         sampling = sampling or Sampling()
-        self.forced: dict[str, float] = {}
+        self.forced: dict[str, Any] = {}
         if training:
             self.forced = {k: getattr(sampling, k) for k, v in _CONTRACT.items() if getattr(sampling, k) != v}
             sampling = replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         stops = dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids))
         self.sampling = replace(sampling, stop_token_ids=tuple(stops))
         self.training = training
+        self.timeout_s = timeout_s
+        self.train = frozenset(train) if training else frozenset[str]()
+        self.ended: MetaGymError | None = None  # the budget that ran out, once one has
         self._backend, self._renderer = backend, renderer
-        self._context, self._budget = context, token_budget
-        self._seed, self._timeout_s = seed, timeout_s
-        self._root = _Call(None, -1, (), (), np.zeros(0, np.int32), None, 0, 0)
-        self._calls: list[_Call] = []
+        self._context, self._budget, self._max_turns = context, token_budget, max_turns
+        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        self._deadline_s = deadline_s
+        self._seed, self._retries = seed, retries
+        self._history: History = history
+        # Ids of tool calls: the same in every run with the same seed, unlike those of other sessions.
+        self._salt = secrets.token_hex(8) if seed is None else str(seed)
+        self._tree = Tree()
         self._counts: Counter[str] = Counter()
         self._running: set[concurrent.futures.Future[Generation]] = set()
         self._turns = 0
@@ -107,71 +163,164 @@ class Session(Live):
         """Answers the conversation so far; see `metagym.protocols.Chat`.
 
         Raises InputError (no messages, a template that refuses them, a closed session), ContextOverflowError,
-        TokenLimitError, EngineError. After an error the traces hold the calls that were answered before.
+        TokenLimitError, TurnLimitError, AgentTimeoutError, EngineError. After an error the traces hold the
+        calls that were answered before.
         """
-        messages = tuple(messages)
-        if not messages:
+        call = self.submit(self.plan(Request(tuple(messages), prefix=prefix)))
+        try:
+            generation = call.future.result(self.timeout_s)
+        except BaseException as error:
+            raise self.failed(call, error) from error
+        return self.record(call, generation, text_only=True).message
+
+    def plan(self, request: Request) -> Plan:
+        """Finds what a request goes on from. Raises InputError, and a budget's error once it is used up."""
+        if not request.messages:
             raise InputError("chat needs at least one message")
+        whole = key(request.messages)
+        group = (request.agent, canonical(request.tools) if request.tools else "")
         with self._lock:
-            if self._closed:
-                raise InputError("the session is closed: open another one")
+            self._check_open()
+            parent = self._tree.match(group, whole)
+            signature = None
+            if self._retries:
+                rest = whole[parent.count :]
+                signature = (group, parent.turn, rest, request.prefix, request.max_tokens)
+            twin = self._tree.twin(signature)
+            for name, value in request.asked.items():
+                if _CONTRACT.get(name) != value:
+                    self.forced[name] = value
+            return Plan(request, whole, parent, self._tree.root(group), signature, twin)
+
+    def submit(self, plan: Plan) -> Call:
+        """Renders what is new, and gives all of it to the backend.
+
+        Raises InputError, ContextOverflowError, the budgets' errors, EngineError.
+        """
+        request = plan.request
+        with self._lock:
+            self._check_open()
             turn, self._turns = self._turns, self._turns + 1
             self._counts["calls"] += 1
-            parent = self._match(messages)
             used = self._counts["sampled_tokens"]
-        parent, prompt = self._render(parent, messages, prefix)
+        parent, prompt = self._render(plan)
         length = parent.length + len(prompt)
         room = self._context - length
         if room < 1:
+            with self._lock:
+                self._counts["context_overflows"] += 1
             raise ContextOverflowError(
                 f"the prompt has {length} tokens and the context {self._context}: no room for a reply"
             )
         left = room if self._budget is None else self._budget - used
-        if left < 1:
-            raise TokenLimitError(f"the session's budget of {self._budget} sampled tokens is used up")
-        sampling = replace(
-            self.sampling, max_tokens=min(self.sampling.max_tokens, room, left), seed=self._seed_of(turn)
-        )
-        generation = self._generate(np.concatenate([*_tokens(parent), prompt]), sampling)
-        reply = self._reply(prefix, generation)
-        new = (*messages[parent.count :], reply)
-        call = _Call(
-            parent, turn, new, _key(new), prompt, generation,
-            length=length + len(generation.tokens), count=parent.count + len(new),
+        most = self.sampling.max_tokens
+        most = most if request.max_tokens is None else min(most, max(1, request.max_tokens))
+        sampling = replace(self.sampling, max_tokens=min(most, room, left), seed=self._seed_of(turn))
+        future = None
+        try:
+            future = self._backend.submit(np.concatenate([*parent.tokens(), prompt]).tolist(), sampling)
+            with self._lock:
+                self._running.add(future)
+                closed = self._closed
+            call = Call(plan, parent, prompt, turn, sampling, future)
+            if closed:
+                raise EngineError("the session was closed while it waited for a reply")
+            return call
+        except BaseException as error:
+            raise self._failed(future, error) from error
+
+    def record(self, call: Call, generation: Generation, *, text_only: bool = False) -> Reply:
+        """Checks what the backend returned and adds it to the traces.
+
+        With `text_only` the reply's message is the whole text; else thoughts and tool calls are read from it.
+        Raises EngineError if it can't be trained on; nothing is recorded then.
+        """
+        try:
+            _check(generation, call.sampling)
+        except Exception as error:
+            raise self._failed(call.future, error) from error
+        request, parent = call.plan.request, call.parent
+        message, malformed = self._read(call, generation, text_only)
+        new = (*request.messages[parent.count :], message)
+        retold = any(m.role == "assistant" for m in new[:-1])
+        rebuilt = self._renderer.rebuilt(call.prompt) if retold else np.zeros(len(call.prompt), bool)
+        length = parent.length + len(call.prompt)
+        node = Node(
+            parent, call.turn, new, (*call.plan.key[parent.count :], *key([message])), call.prompt, rebuilt,
+            generation, length + len(generation.tokens), parent.count + len(new), request.agent,
+            bool(request.tools), call.plan.signature, delivered=not self._retries,
         )  # fmt: skip
         with self._lock:
-            parent.children.append(call)
-            self._calls.append(call)
+            self._running.discard(call.future)
+            self._tree.add(node)
             self._counts["prompt_tokens"] += length
-            self._counts["rendered_tokens"] += len(prompt)
+            self._counts["rendered_tokens"] += len(call.prompt)
             self._counts["sampled_tokens"] += len(generation.tokens)
             self._counts["cut_replies"] += generation.finish == "length"
-        return reply
+            self._counts["tool_calls"] += len(message.tool_calls)
+            self._counts["malformed_calls"] += malformed
+        return self.reply_of(node)
+
+    def reply_of(self, node: Node) -> Reply:
+        """The answer that a node of the tree is."""
+        assert node.generation is not None
+        assert node.parent is not None
+        said = len(node.generation.tokens)
+        finish = "length" if node.generation.finish == "length" else "stop"
+        return Reply(
+            node.messages[-1],
+            finish,
+            node.length - said,
+            node.parent.length,
+            completion_tokens=said,
+            node=node,
+        )
+
+    def delivered(self, reply: Reply) -> None:
+        """The program has got this answer: it trains, and a repeated request is answered anew."""
+        with self._lock:
+            self._tree.deliver(reply.node)
+
+    def failed(self, call: Call, error: BaseException) -> BaseException:
+        """Aborts a call whose reply can't be had, and says why as one of our errors."""
+        return self._failed(call.future, error)
+
+    def count(self, name: str) -> None:
+        """Counts something that happened around the session: a retry, say."""
+        with self._lock:
+            self._counts[name] += 1
 
     @property
     def traces(self) -> tuple[TokenTrace, ...]:
         """One trace per branch, in the order in which the branches were begun."""
         with self._lock:
-            calls = list(self._calls)
-            leaves = [c for c in calls if not c.children]
-        order = {id(c): i for i, c in enumerate(calls)}
-        trained: set[int] = set()
-        traces = []
-        for leaf in sorted(leaves, key=lambda c: [order[id(p)] for p in c.path()]):
-            path = leaf.path()
-            traces.append(_trace(path, fresh=[id(c) not in trained for c in path]))
-            trained.update(map(id, path))
-        return tuple(traces)
+            return self._tree.traces(self.train if self.training else KINDS)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The answered calls, in order."""
+        with self._lock:
+            return tuple(self._tree.nodes)
 
     @property
     def metrics(self) -> dict[str, float]:
         """Counts: calls, errors, branches, unmatched, not_append_only, prompt_tokens, rendered_tokens,
-        sampled_tokens, cut_replies (ended by length), forced (sampling settings overruled)."""
+        sampled_tokens, cut_replies (ended by length), context_overflows, tool_calls, malformed_calls, retries
+        (answered with the answer of a twin), hang_ups, superseded (answers that nobody used), forced
+        (sampling settings overruled)."""
         names = ("calls", "errors", "unmatched", "not_append_only", "prompt_tokens", "rendered_tokens")
+        names += ("sampled_tokens", "cut_replies", "context_overflows", "tool_calls", "malformed_calls")
+        names += ("retries", "hang_ups")
         with self._lock:
-            counts = {n: float(self._counts[n]) for n in (*names, "sampled_tokens", "cut_replies")}
-            counts["branches"] = float(sum(not c.children for c in self._calls))
+            counts = {n: float(self._counts[n]) for n in names}
+            counts |= {n: float(c) for n, c in self._counts.items()}
+            counts["branches"] = float(sum(not n.children for n in self._tree.nodes))
+            counts["superseded"] = float(sum(map(self._tree.superseded, self._tree.nodes)))
         return {**counts, "forced": float(len(self.forced))}
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """Aborts what runs, whose callers get EngineError, and refuses further calls. Traces stay."""
@@ -181,25 +330,30 @@ class Session(Live):
         for future in running:
             self._backend.abort(future)
 
-    def _match(self, messages: tuple[Message, ...]) -> _Call:
-        """The deepest answered call whose conversation `messages` extends; of equal ones the newest."""
-        keys = _key(messages)
-        best, frontier = self._root, [self._root]
-        while frontier:
-            call = frontier.pop()
-            if call.count > best.count or (call.count == best.count and call.turn > best.turn):
-                best = call
-            for child in call.children:
-                if keys[call.count : child.count] == child.key:
-                    frontier.append(child)
-        return best
+    def _check_open(self) -> None:
+        """Raises if the session takes no more calls. The lock is held."""
+        if self._closed:
+            raise InputError("the session is closed: open another one")
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self.ended = AgentTimeoutError(f"the session's {self._deadline_s:g} s are over")
+        elif self._max_turns is not None and self._turns >= self._max_turns:
+            self.ended = TurnLimitError(f"the session's budget of {self._max_turns} calls is used up")
+        elif self._budget is not None and self._counts["sampled_tokens"] >= self._budget:
+            self.ended = TokenLimitError(f"the session's budget of {self._budget} sampled tokens is used up")
+        if self.ended is not None:
+            raise self.ended
 
-    def _render(self, parent: _Call, messages: tuple[Message, ...], prefix: str) -> tuple[_Call, np.ndarray]:
+    def _render(self, plan: Plan) -> tuple[Node, np.ndarray]:
         """(the call to continue, the tokens to append to it)."""
+        parent, request = plan.parent, plan.request
+        messages, tools = request.messages, request.tools
         if parent.generation is not None:
             # The known part in our own words, so that an echo's white space changes nothing.
-            known = tuple(m for call in parent.path() for m in call.messages)
-            more = self._renderer.extend((*known, *messages[parent.count :]), parent.count, prefix=prefix)
+            known = [m for node in parent.path() for m in node.messages]
+            more = self._renderer.extend(
+                (*known, *messages[parent.count :]),
+                parent.count, prefix=request.prefix, tools=tools, history=self._history,
+            )  # fmt: skip
             if more is not None:
                 end = self._renderer.end_of_turn
                 if end is not None and parent.generation.tokens[-1] != end:
@@ -208,50 +362,57 @@ class Session(Live):
         with self._lock:
             if parent.generation is not None:
                 self._counts["not_append_only"] += 1
-            elif self._calls and any(m.role == "assistant" for m in messages):
+            elif self._tree.nodes and any(m.role == "assistant" for m in messages):
                 self._counts["unmatched"] += 1
-        ids = self._renderer.render(messages, generation_prompt=True, prefix=prefix)
-        return self._root, np.asarray(ids, np.int32)
+        ids = self._renderer.render(messages, generation_prompt=True, prefix=request.prefix, tools=tools)
+        return plan.root, np.asarray(ids, np.int32)
 
     def _seed_of(self, turn: int) -> int | None:
         if self._seed is None:
             return self.sampling.seed
         return int(np.random.SeedSequence([self._seed, turn]).generate_state(1)[0])
 
-    def _generate(self, prompt: np.ndarray, sampling: Sampling) -> Generation:
-        future = None
-        try:
-            future = self._backend.submit(prompt.tolist(), sampling)
-            with self._lock:
-                self._running.add(future)
-                closed = self._closed
-            if closed:
-                raise EngineError("the session was closed while it waited for a reply")
-            generation = future.result(self._timeout_s)
-            _check(generation, sampling)
-            return generation
-        except BaseException as e:
-            with self._lock:
-                self._counts["errors"] += 1
-                closed = self._closed
-            if future is not None and not future.done():
-                self._backend.abort(future)
-            if isinstance(e, MetaGymError) or not isinstance(e, Exception):
-                raise
-            if closed:
-                raise EngineError("the session was closed while it waited for a reply") from e
-            if isinstance(e, concurrent.futures.CancelledError):
-                raise EngineError("the engine aborted the generation") from e
-            if isinstance(e, TimeoutError):
-                raise EngineError(f"the engine did not answer within {self._timeout_s} s") from e
-            raise EngineError(f"the engine's answer is unusable: {type(e).__name__}: {e}") from e
-        finally:
-            with self._lock:
-                self._running.discard(future)  # type: ignore[arg-type]
-
-    def _reply(self, prefix: str, generation: Generation) -> Message:
+    def _read(self, call: Call, generation: Generation, text_only: bool) -> tuple[Message, int]:
+        """(the text view of a reply, how many calls in it can't be read)."""
+        request = call.plan.request
         ids = generation.tokens[:-1] if generation.finish == "stop" else generation.tokens
-        return Message("assistant", prefix + self._renderer.decode(ids.tolist()))
+        text = request.prefix + self._renderer.decode(ids.tolist())
+        if text_only:
+            return Message("assistant", text), 0
+        thinking = self._renderer.begins_thinking and not request.prefix
+        read = tool_formats.parse(text, self._renderer.tool_format, request.tools, thinking=thinking)
+        calls = tuple(
+            {
+                "id": self._call_id(call.turn, i),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for i, (name, arguments) in enumerate(read.calls)
+        )
+        return Message("assistant", read.content, calls, reasoning=read.reasoning), read.malformed
+
+    def _call_id(self, turn: int, index: int) -> str:
+        return "call_" + hashlib.blake2b(f"{self._salt} {turn} {index}".encode(), digest_size=12).hexdigest()
+
+    def _failed(
+        self, future: "concurrent.futures.Future[Generation] | None", error: BaseException
+    ) -> BaseException:
+        with self._lock:
+            self._counts["errors"] += 1
+            closed = self._closed
+            if future is not None:
+                self._running.discard(future)
+        if future is not None and not future.done():
+            self._backend.abort(future)
+        if isinstance(error, MetaGymError) or not isinstance(error, Exception):
+            return error
+        if closed:
+            return EngineError("the session was closed while it waited for a reply")
+        if isinstance(error, concurrent.futures.CancelledError):
+            return EngineError("the engine aborted the generation")
+        if isinstance(error, TimeoutError):
+            return EngineError(f"the engine did not answer within {self.timeout_s} s")
+        return EngineError(f"the engine's answer is unusable: {type(error).__name__}: {error}")
 
 
 def _check(generation: Generation, sampling: Sampling) -> None:
@@ -277,51 +438,3 @@ def _check(generation: Generation, sampling: Sampling) -> None:
             f"the engine returned {len(tokens)} tokens that ended by {generation.finish!r}, "
             f"with end-of-turn tokens at {stops} where {expected} is right"
         )
-
-
-def _key(messages: Sequence[Message]) -> tuple[object, ...]:
-    """The text view of messages, comparable: an assistant's white space at the ends does not count."""
-
-    def one(m: Message) -> object:
-        content = m.content
-        if m.role == "assistant":
-            content = unicodedata.normalize("NFC", content.replace("\r\n", "\n")).strip()
-        calls = (
-            json.dumps([dict(c) for c in m.tool_calls], sort_keys=True, default=str) if m.tool_calls else ""
-        )
-        return m.role, content, calls, m.tool_call_id
-
-    return tuple(one(m) for m in messages)
-
-
-def _tokens(call: _Call) -> list[np.ndarray]:
-    return [
-        part
-        for c in call.path()
-        for part in (c.prompt, c.generation.tokens if c.generation else c.prompt[:0])
-    ]
-
-
-def _trace(path: Sequence[_Call], fresh: Sequence[bool]) -> TokenTrace:
-    """Joins the calls from a root's child to a leaf. `fresh[i]`: no earlier branch trains call i's reply."""
-    parts = [(c, c.generation, new) for c, new in zip(path, fresh, strict=True) if c.generation is not None]
-    width = max(g.routing.shape[1] for _, g, _ in parts)
-
-    def join(
-        rendered: float, sampled: Callable[[Generation, bool], Any], dtype: Any, *row: int
-    ) -> np.ndarray:
-        out = []
-        for call, g, new in parts:
-            out.append(np.full((len(call.prompt), *row), rendered, dtype))
-            out.append(np.broadcast_to(sampled(g, new), (len(g.tokens), *row)).astype(dtype))
-        return np.concatenate(out)
-
-    return TokenTrace(
-        tokens=np.concatenate(_tokens(path[-1])).astype(np.int32),
-        sampled=join(False, lambda g, new: True, bool),
-        trainable=join(False, lambda g, new: new, bool),
-        logprobs=join(np.nan, lambda g, new: g.logprobs, np.float32),
-        version=join(-1, lambda g, new: g.version, np.int32),
-        turn=np.concatenate([np.full(len(c.prompt) + len(g.tokens), c.turn, np.int32) for c, g, _ in parts]),
-        routing=join(-1, lambda g, new: g.routing, np.int32, width),  # -1: no expert recorded
-    )
