@@ -1,7 +1,7 @@
 """The command line, `metagym <command>`. Finding a command costs no import beyond this module.
 
-A command is a function of the arguments after its name that returns the exit code. It lives in experiments/
-and is reached by name, at run time: this module, like all of metagym/, imports nothing above it.
+A command is a function of the arguments after its name that returns the exit code. Most live in experiments/
+and are reached by name, at run time: this module, like all of metagym/, imports nothing above it.
 
 Exit codes: 0 done; 1 it was tried and did not succeed; 2 what was asked makes no sense, or something needed
 for it is not installed, said in a line on stderr; 128 + n ended by signal n.
@@ -9,6 +9,7 @@ for it is not installed, said in a line on stderr; 128 + n ended by signal n.
 
 import errno
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from metagym.errors import CheckpointError, InputError, MissingExtraError, Train
 COMMANDS = {
     "train": ("metagym.experiments.train:train_command", "train a model as a config file says"),
     "eval": ("metagym.experiments.train:eval_command", "measure a trained model, or one as it comes"),
+    "tasks": ("metagym.tasks:command", "list worlds and their tasks, show one, play one by hand"),
     "doctor": ("metagym.experiments.doctor:command", "what is installed, what works, what is missing"),
 }
 # Which extra brings a module whose import fails.
@@ -67,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrainingError, CheckpointError) as error:
         print(f"metagym: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read the output has gone, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in DISK:
             raise

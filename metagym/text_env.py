@@ -174,11 +174,23 @@ class ListedTasks(Sequence[Task]):
         return ListedTasks(keep)
 
 
+def names_in(argument: str, asked: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """`asked` as a tuple; a single string is one name, None stays None. Raises InputError for what is neither
+    a name nor several."""
+    if asked is None or isinstance(asked, str):
+        return None if asked is None else (asked,)
+    names = tuple(asked) if isinstance(asked, Iterable) else (asked,)
+    for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"{argument}= takes a str or several, got {type(name).__name__}: {name!r:.100}.")
+    return names
+
+
 def _names(kind: str, asked: str | Iterable[str] | None, known: Sequence[str]) -> tuple[str, ...] | None:
     """`asked` as a tuple of known names; a single string is one name, None stays None."""
-    if asked is None:
+    names = names_in("types" if kind == "type" else kind, asked)
+    if names is None:
         return None
-    names = (asked,) if isinstance(asked, str) else tuple(asked)
     for name in names:
         if name not in known:
             raise UnknownNameError(kind, name, known)
@@ -205,6 +217,7 @@ class TextEnv(gym.Env[str, str]):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium declares it so)
     options: ClassVar[tuple[str, ...]] = ("task",)  # what `reset(options=)` takes; a world may add to it
+    waits: bool = False  # whether steps wait for another process, so that envs side by side gain by threads
 
     def __init__(
         self,
@@ -217,6 +230,8 @@ class TextEnv(gym.Env[str, str]):
         max_chars: int = 100_000,
         render_mode: str | None = None,
     ):
+        if split is not None and not isinstance(split, str):
+            raise InputError(f"split= takes one name, or None for all, got {split!r:.100}.")
         _names("split", split, world.splits)
         chosen = _names("type", types, world.types)
         if max_turns is not None and max_turns < 1:
@@ -235,7 +250,7 @@ class TextEnv(gym.Env[str, str]):
         if tasks is None:
             self.tasks: Sequence[Task] = world.select(split, chosen)
         else:
-            ids = (tasks,) if isinstance(tasks, str) else tuple(tasks)
+            ids = names_in("tasks", tasks) or ()
             self.tasks = ListedTasks(self.task(id) for id in ids)
             self._listed = frozenset(ids)
         if not len(self.tasks):
@@ -312,6 +327,11 @@ class TextEnv(gym.Env[str, str]):
         self._running = not (terminated or truncated)
         self._last = observation
         return observation, float(reward), bool(terminated), bool(truncated), self._info(info)
+
+    def close(self) -> None:
+        """Ends the episode. Idempotent; a later reset begins another."""
+        self._running = False
+        super().close()
 
     def render(self) -> str | None:  # type: ignore[override]
         return self._last if self.render_mode == "ansi" else None

@@ -8,6 +8,6 @@
 * real.py: TextWorld itself, the only module that imports it.
 """
 
-from metagym.envs.alfworld.env import PROMPT, ALFWorldEnv
+from metagym.envs.alfworld.env import ALIASES, PROMPT, ALFWorldEnv
 
-__all__ = ["PROMPT", "ALFWorldEnv"]
+__all__ = ["ALIASES", "PROMPT", "ALFWorldEnv"]

@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import operator
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from metagym import wrappers
 from metagym.envs import worker
 from metagym.envs.alfworld import data as files
 from metagym.envs.alfworld import game as games
@@ -28,7 +28,10 @@ GENERATED = {
     "generated_test": range(1_100_000, 1_200_000),
 }
 SPLITS = (*files.SPLITS, *GENERATED)
-ALIASES = {"validation": "valid_seen", "test": "valid_unseen"}
+SPLIT_NAMES = {"validation": "valid_seen", "test": "valid_unseen"}
+ALIASES = {r"put (.+?) (?:in/on|in|on|into|onto|inside) (.+)": r"move \1 to \2"}
+"""Other words for an action, for `metagym.wrappers.ActionAliases`."""
+_STANDS_IN: dict[str, str] = dict(zip(files.SPLITS, GENERATED, strict=True))  # where there is no data
 HORIZON = 50  # steps, as in the published results
 PROMPT = """\
 You are in a house and have one task to do. At each turn you read what happened and give one command:
@@ -47,7 +50,7 @@ Use the names you read, with their numbers, such as "take mug 1 from shelf 2". "
 the command is not possible here: look for another way."""
 """A system prompt for agents: what can be said. The task is in the first observation."""
 _TARGET = "metagym.envs.alfworld.real:RealGame"
-_PUT = re.compile(r"put (.+?) (?:in/on|in|on|into|onto|inside) (.+)")
+_ALIASES = wrappers.compile_aliases(ALIASES)
 
 
 class _Joined(Sequence[Task]):
@@ -88,12 +91,13 @@ class World:
         self._generated = NumberedTasks(TYPES, GENERATED)
         self._select = functools.cache(self._selected)  # tasks are many, envs may be, too
 
-    def index(self) -> files.Index:
+    def index(self, split: str | None = None) -> files.Index:
         """What is on disk. Raises InputError if there is nothing."""
         if self._root is None:
+            instead = _STANDS_IN.get(split or "train", "generated")
             raise InputError(
                 "there are no ALFWorld games on this machine: set $ALFWORLD_DATA (or data=) to the folder "
-                f"that holds {files.LAYOUT}, or use split='generated', which needs none."
+                f"that holds {files.LAYOUT}, or use split={instead!r}, which needs none."
             )
         return files.load(self._root)
 
@@ -116,7 +120,7 @@ class World:
         made = self._generated.select(split, types)
         if split in GENERATED or (split is None and self._root is None):
             return made
-        listed = tuple(files.select(self.index().tasks, split, types))
+        listed = tuple(files.select(self.index(split).tasks, split, types))
         return listed if split is not None else _Joined([listed, made])
 
 
@@ -158,7 +162,7 @@ class ALFWorldEnv(TextEnv):
             `alfworld`). Both say the same.
         data: the folder that holds `json_2.1.1`; None: `$ALFWORLD_DATA`, or `~/.cache/alfworld`.
         expert: tell a shortest plan with each observation; costs a search each.
-        aliases: understand `put X in/on Y` as `move X to Y`.
+        aliases: understand `put X in/on Y` as `move X to Y` (`ALIASES`).
         timeout_s: of each reset and step of the worker, in seconds.
         recycle_after: episodes after which the worker is replaced: TextWorld leaks.
 
@@ -189,6 +193,7 @@ class ALFWorldEnv(TextEnv):
                 f"got {timeout_s} and {recycle_after}."
             )
         self._worker: worker.Worker | None = None
+        self.waits = engine == "textworld"
         if engine == "textworld":
             for package in ("textworld", "fast_downward", "alfworld"):
                 if importlib.util.find_spec(package) is None:
@@ -198,7 +203,7 @@ class ALFWorldEnv(TextEnv):
             self._worker = worker.Worker(_TARGET, {}, label="alfworld", timeout_s=timeout_s)
         super().__init__(
             world(files.find_root(data)),
-            split=ALIASES.get(split, split) if split else split,
+            split=SPLIT_NAMES.get(split, split) if isinstance(split, str) else split,
             types=types,
             tasks=tasks,
             max_turns=max_turns,
@@ -211,7 +216,6 @@ class ALFWorldEnv(TextEnv):
         """Ends the worker, if there is one. Idempotent; a later reset starts another."""
         if self._worker is not None:
             self._worker.close()
-        self._running = False
         super().close()
 
     def _begin(
@@ -230,8 +234,7 @@ class ALFWorldEnv(TextEnv):
         return text, self._facts(task.type, admissible, won, None)
 
     def _act(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        match = _PUT.fullmatch(action.strip()) if self.aliases else None
-        command = f"move {match[1]} to {match[2]}" if match else action
+        command = wrappers.rewrite(action, _ALIASES) if self.aliases else action
         text = self._play.step(command)
         admissible, won = self._play.admissible(), self._play.won()
         if self._worker is not None:

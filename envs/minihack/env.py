@@ -11,7 +11,7 @@ from metagym.envs import worker
 from metagym.envs.minihack import actions, catalog
 from metagym.envs.minihack.frame import Frame
 from metagym.errors import InputError, MetaGymError, MissingExtraError, UnknownNameError, WorldError
-from metagym.text_env import NumberedTasks, TextEnv
+from metagym.text_env import NumberedTasks, TextEnv, names_in
 from metagym.types import Task
 
 PARTS = ("goal", "message", "seen", "map", "inventory", "statistics")
@@ -30,10 +30,6 @@ def _full_task(id: Any) -> Any:
         return id
     kind, colon, number = id.rpartition(":")
     return f"{catalog.full_name(kind)}{colon}{number}" if colon else id
-
-
-def _listed(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    return None if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 def _refuse(kinds: Iterable[str]) -> None:
@@ -101,13 +97,13 @@ class MiniHackEnv(TextEnv):
                 raise MissingExtraError(
                     "metagym/MiniHack-v0", "minihack", ModuleNotFoundError(f"no package {package}")
                 )
-        chosen, ids = _listed(types), _listed(tasks)
+        chosen, ids = names_in("types", types), names_in("tasks", tasks)
         if chosen is not None:
-            chosen = tuple(catalog.full_name(str(t)) for t in chosen)
+            chosen = tuple(catalog.full_name(t) for t in chosen)
             _refuse(chosen)
         if ids is not None:
             ids = tuple(_full_task(id) for id in ids)
-            _refuse(str(id).rpartition(":")[0] for id in ids)
+            _refuse(id.rpartition(":")[0] for id in ids)
         super().__init__(
             NumberedTasks(catalog.runnable(), SPLITS),
             split=split,
@@ -125,6 +121,7 @@ class MiniHackEnv(TextEnv):
             )
         self._game_kwargs = {"parts": _parts(observation), "reward": reward, "only": _codes(actions)}
         self._isolate, self._recycle_after, self._episodes = isolate, recycle_after, 0
+        self.waits = isolate
         self._worker = worker.Worker(_TARGET, self._game_kwargs, label="nle", timeout_s=timeout_s)
         self._game: Any = None
         self._limit = 0
@@ -140,7 +137,6 @@ class MiniHackEnv(TextEnv):
         if self._game is not None:
             game, self._game = self._game, None
             game.close()
-        self._running = False
         super().close()
 
     def _begin(

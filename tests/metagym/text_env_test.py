@@ -94,6 +94,11 @@ def test_split_types_and_tasks_select():
         ({"tasks": []}, "no task"),
         ({"render_mode": "human"}, "unknown render mode"),
         ({"max_turns": 0}, "max_turns"),
+        ({"types": 5}, "types= takes a str or several, got int: 5"),
+        ({"types": ["a", 5]}, "types= takes a str or several, got int: 5"),
+        ({"tasks": 5}, "tasks= takes a str or several, got int: 5"),
+        ({"split": 5}, "split= takes one name, or None for all, got 5"),
+        ({"split": ["train"]}, "split= takes one name, or None for all, got"),
     ],
 )
 def test_unknown_names_are_refused_with_what_there_is(kwargs, message):
@@ -164,6 +169,16 @@ def test_the_order_of_calls_and_the_kind_of_action_are_checked():
     assert env.step("end")[2]
     with pytest.raises(ResetNeeded, match="episode is over"):
         env.step("x")
+
+
+def test_a_closed_env_takes_no_step_but_a_reset():
+    env = EchoEnv()
+    env.reset(seed=0)
+    env.close()
+    with pytest.raises(ResetNeeded):
+        env.step("x")
+    env.reset(seed=0)
+    assert env.step("x")[0] == "x"
 
 
 def test_the_turn_limit_truncates_and_starts_anew_with_each_reset():
