@@ -1,6 +1,7 @@
 """Public fakes for every seam, and a conformance suite for text envs.
 
-Fakes: `ScriptedChat`, `ScriptedBackend`, and what breaks on purpose: `FaultyBackend`, `FaultyEnv`.
+Fakes: `ScriptedChat`, `ScriptedBackend`, `SimulatedBackend` with the latencies of a real engine; and what
+breaks on purpose: `FaultyBackend`, `FaultyEnv`.
 Suite: `check_text_env(make)`; run it on an env of your own.
 """
 
@@ -8,9 +9,12 @@ import contextlib
 import copy
 import pickle
 import threading
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -131,6 +135,152 @@ class ScriptedBackend(Live):
 
     def close(self) -> None:
         self.closed = True
+
+
+Sampler = Callable[[Any, Sequence[int], np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
+"""(params, ids so far, rng, n) -> n tokens i32[n] and their log-probs f32[n]."""
+
+
+def uniform(
+    params: Any, ids: Sequence[int], rng: np.random.Generator, n: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens below 16, all alike."""
+    return rng.integers(0, 16, n).astype(np.int32), np.full(n, -np.log(16), np.float32)
+
+
+def long_tail(rng: np.random.Generator, median: float, sigma: float, most: float) -> float:
+    """A lognormal draw: half are above `median`, their logarithm spreads by `sigma`, none is above `most`.
+    Lengths of replies, latencies of tools and turns of an episode look like this."""
+    return float(min(median * np.exp(sigma * rng.standard_normal()), most))
+
+
+@dataclass(eq=False)
+class _Simulated:
+    """A request to the simulated engine."""
+
+    future: "Future[Generation]"
+    ids: list[int]
+    sampling: Sampling
+    length: int
+    rng: np.random.Generator
+    start: float = 0.0
+
+
+class SimulatedBackend(Live):
+    """A `Backend` that takes its time as an engine does: replies of long-tailed length, so much a token, a
+    limited number of sequences at once, and weights that change in the middle of a reply.
+
+    Args:
+      median, sigma: of the length of a reply in tokens, see `long_tail`; `sampling.max_tokens` cuts it.
+      first_s, token_s: seconds until the first token, and of each further one.
+      slots: sequences at the same time; others wait in the order of their arrival.
+      sample: what tokens are, given the weights.
+
+    Lengths and tokens are functions of `sampling.seed` and the weights; without a seed, of the order of
+    calls. A reply that is not cut ends with the first stop token, if there is one. `load` takes effect at
+    once: tokens that come later are sampled by the new weights and carry their version. One thread, which
+    sleeps; `close` ends it, and running futures raise EngineError.
+    """
+
+    def __init__(
+        self,
+        *,
+        median: float = 32.0,
+        sigma: float = 1.0,
+        first_s: float = 0.0,
+        token_s: float = 1e-3,
+        slots: int = 64,
+        sample: Sampler = uniform,
+    ):
+        self._median, self._sigma, self._sample = median, sigma, sample
+        self._first_s, self._token_s, self._slots = first_s, token_s, slots
+        self._loads: list[tuple[float, int, Any]] = [(-np.inf, 0, None)]  # (when, version, weights)
+        self._running: list[_Simulated] = []
+        self._waiting: deque[_Simulated] = deque()
+        self._count = 0
+        self._closed = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="metagym-simulated", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        return self._loads[-1][1]
+
+    def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> "Future[Generation]":
+        future: Future[Generation] = Future()
+        with self._wake:
+            if self._closed:
+                future.set_exception(EngineError("the simulated engine is closed"))
+                return future
+            rng = np.random.default_rng(self._count if sampling.seed is None else sampling.seed)
+            self._count += 1
+            length = max(1, round(long_tail(rng, self._median, self._sigma, sampling.max_tokens)))
+            self._waiting.append(_Simulated(future, [int(t) for t in prompt_ids], sampling, length, rng))
+            self._wake.notify()
+        return future
+
+    def abort(self, future: "Future[Generation]") -> None:
+        future.cancel()
+        with self._wake:
+            self._wake.notify()
+
+    def load(self, params: Any, version: int) -> None:
+        with self._wake:
+            self._loads.append((time.monotonic(), version, copy.deepcopy(params)))
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _end_of(self, r: _Simulated) -> float:
+        return r.start + self._first_s + r.length * self._token_s
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                now = time.monotonic()
+                ended = [r for r in self._running if self._end_of(r) <= now]
+                self._running = [r for r in self._running if r not in ended and not r.future.cancelled()]
+                while self._waiting and len(self._running) < self._slots:
+                    request = self._waiting.popleft()
+                    if not request.future.cancelled():
+                        request.start = now
+                        self._running.append(request)
+                oldest = min([now, *(r.start for r in [*self._running, *ended])])
+                while len(self._loads) > 1 and self._loads[1][0] <= oldest:
+                    self._loads.pop(0)
+                loads = list(self._loads)
+                if self._closed:
+                    break
+                if not ended:
+                    ends = [self._end_of(r) for r in self._running]
+                    self._wake.wait(max(0.0, min(ends) - now) if ends else None)
+            for request in ended:
+                if request.future.set_running_or_notify_cancel():
+                    try:
+                        request.future.set_result(self._generation(request, loads))
+                    except Exception as error:
+                        request.future.set_exception(error)
+        for request in [*self._running, *ended, *self._waiting]:
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_exception(EngineError("the simulated engine was closed"))
+
+    def _generation(self, r: _Simulated, loads: list[tuple[float, int, Any]]) -> Generation:
+        when = r.start + self._first_s + self._token_s * np.arange(r.length)
+        serves = np.searchsorted([at for at, _, _ in loads], when, side="right") - 1
+        tokens, logprobs = np.zeros(r.length, np.int32), np.zeros(r.length, np.float32)
+        for i in np.unique(serves):
+            of = serves == i
+            so_far = [*r.ids, *tokens[: int(np.argmax(of))].tolist()]
+            tokens[of], logprobs[of] = self._sample(loads[i][2], so_far, r.rng, int(of.sum()))
+        stopped = r.length < r.sampling.max_tokens and bool(r.sampling.stop_token_ids)
+        if stopped:
+            tokens[-1] = r.sampling.stop_token_ids[0]
+        version = np.array([version for _, version, _ in loads], np.int32)[serves]
+        return Generation(tokens, logprobs, version, "stop" if stopped else "length")
 
 
 BackendFault = Literal["error", "nan", "missing", "short", "abort", "hang", "slow"]

@@ -16,7 +16,9 @@ from metagym.testing import (
     FaultyEnv,
     ScriptedBackend,
     ScriptedChat,
+    SimulatedBackend,
     check_text_env,
+    long_tail,
     scripted_logprob,
 )
 from metagym.text_env import NumberedTasks, TextEnv
@@ -359,3 +361,80 @@ def test_faulty_env_fails_in_every_episode():
             env.step("wait")
     with pytest.raises(OSError, match="disk"):
         FaultyEnv(GoodEnv(), at=None, error=OSError("disk")).reset()
+
+
+# ---------------------------------------------------------------- the simulated engine
+
+
+def letter(params, ids, rng, n):
+    """Tokens that are the weights' own."""
+    return np.full(n, 0 if params is None else params, np.int32), np.full(n, -1.0, np.float32)
+
+
+@pytest.fixture
+def simulated():
+    made = []
+
+    def make(**kwargs):
+        made.append(SimulatedBackend(**{"median": 20, "token_s": 0.002} | kwargs))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+        assert not backend._thread.is_alive()
+
+
+def test_a_simulated_engine_takes_its_time_and_repeats_itself(simulated):
+    backend = simulated()
+    assert isinstance(backend, Backend)
+    start = time.monotonic()
+    generations = [backend.submit([1], Sampling(seed=3)).result(5) for _ in range(2)]
+    assert time.monotonic() - start >= 2 * 0.002 * len(generations[0].tokens)
+    assert generations[0].tokens.tolist() == generations[1].tokens.tolist()
+    assert backend.submit([1], Sampling(seed=3, max_tokens=2)).result(5).finish == "length"
+    stopped = backend.submit([1], Sampling(seed=3, stop_token_ids=(99,))).result(5)
+    assert (stopped.finish, stopped.tokens[-1]) == ("stop", 99)
+
+
+def test_weights_that_come_in_the_middle_of_a_reply_sample_its_rest(simulated):
+    """16 streams across an update: all survive, and each token is of the version that sampled it."""
+    backend = simulated(sigma=0, median=50, sample=letter)
+    futures = [backend.submit([1], Sampling(seed=i)) for i in range(16)]
+    time.sleep(0.04)
+    backend.load(7, 1)
+    for future in futures:
+        generation = future.result(5)
+        assert set(generation.version) == {0, 1}
+        assert np.all(np.diff(generation.version) >= 0)
+        np.testing.assert_array_equal(generation.tokens, 7 * generation.version)
+    assert set(backend.submit([1], Sampling()).result(5).version) == {1}
+
+
+def test_more_than_its_slots_wait_their_turn(simulated):
+    backend = simulated(sigma=0, median=20, slots=2)
+    start = time.monotonic()
+    futures = [backend.submit([1], Sampling()) for _ in range(6)]
+    futures[2].cancel()
+    for i in (0, 1, 3, 4):
+        futures[i].result(5)
+    assert time.monotonic() - start >= 0.08
+    assert not futures[5].done()
+    backend.abort(futures[5])
+    assert futures[5].cancelled()
+
+
+def test_a_simulated_engine_that_is_closed_lets_nobody_wait(simulated):
+    backend = simulated(median=10_000, sigma=0)
+    futures = [backend.submit([1], Sampling(max_tokens=10_000)) for _ in range(2)]
+    backend.close()
+    for future in (*futures, backend.submit([1], Sampling())):
+        with pytest.raises(EngineError, match="closed"):
+            future.result(5)
+
+
+def test_the_tail_is_long():
+    draws = np.array([long_tail(np.random.default_rng(i), 10, 1.0, 300) for i in range(2000)])
+    assert 9 < np.median(draws) < 11
+    assert 14 < draws.mean() < 19  # 10 exp(1/2) = 16.5
+    assert draws.max() <= 300
