@@ -11,9 +11,9 @@ import math
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gymnasium as gym
 import jax
@@ -35,39 +35,90 @@ from metagym.models import (
     make_mesh,
     make_policy,
     make_tiled_policy,
+    resolve,
     save,
+    stretched,
 )
+from metagym.models.shapes import SHAPES
+from metagym.models.sharding import AXES
 from metagym.protocols import Backend
 from metagym.proxy.backends.embedded import EmbeddedBackend, Tiles
 from metagym.proxy.render import Renderer
 from metagym.proxy.session import Session
-from metagym.rl import algorithms, losses
+from metagym.rl import advantages, algorithms, losses, shaping
 from metagym.rl.rollouts import Episode, Request
+from metagym.rl.shaping import Penalty
 from metagym.rl.train_step import Policy, make_optimizer
-from metagym.rl.types import Algorithm
+from metagym.rl.types import Algorithm, Reduction
 from metagym.types import Sampling, Trajectory
 
 AGENTS = {name: getattr(metagym.agents, name) for name in metagym.agents.__all__}
 ALGORITHMS = {
     name: function
     for name, function in vars(algorithms).items()
-    if inspect.isfunction(function) and function.__module__ == algorithms.__name__
+    if inspect.isfunction(function) and function.__module__ == algorithms.__name__ and name[0] != "_"
 }
-KLS = {"k1": losses.k1, "k2": losses.k2, "k3": losses.k3}
-CORRECTIONS = {"tis": losses.truncated_importance, "icepop": losses.icepop}
+# What an algorithm's arguments may name.
+TERMS = {
+    "kl": {"k1": losses.k1, "k2": losses.k2, "k3": losses.k3},
+    "correction": {
+        "tis": losses.truncated_importance,
+        "icepop": losses.icepop,
+        "sequence_tis": losses.sequence_importance,
+        "sequence_mask": losses.sequence_mask,
+        "off_policy_mask": losses.off_policy_mask,
+    },
+    "credit": {"turn": advantages.by_turn, "step": advantages.by_step},
+    "select": {"complete": shaping.complete, "successes": shaping.successes},
+}
+PENALTIES = {
+    "length": shaping.length_penalty,
+    "overlong": shaping.overlong_penalty,
+    "format": shaping.format_penalty,
+}
+CHOICES = {"reduction": get_args(Reduction), "kl_in": ("loss", "reward")}
 DTYPES = ("float32", "bfloat16")
 
 
-def call(what: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a function with a mapping of the config. Raises InputError for a name that it does not take."""
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
-    for name in kwargs:
-        if name not in known:
-            raise UnknownNameError(f"argument of {what}", name, known)
+def call(what: str, function: Callable[..., Any], kwargs: Mapping[str, Any], more: Iterable[str] = ()) -> Any:
+    """Calls a function with a mapping of the config. Raises InputError for a name that neither it takes nor
+    `more` has."""
+    _check_names(what, function, kwargs, more)
     try:
         return function(**kwargs)
     except TypeError as error:  # a missing argument, or one of a wrong type
         raise InputError(f"{what}: {error}") from error
+
+
+def _check_names(
+    what: str, function: Callable[..., Any], given: Mapping[str, Any], more: Iterable[str] = ()
+) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    known = [*(p.name for p in parameters if p.kind != p.VAR_KEYWORD), *more]
+    for name in given:
+        if name not in known:
+            raise UnknownNameError(f"argument of {what}", name, known)
+
+
+def named(kind: str, value: Any, table: Mapping[str, Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """The functions that a config names: one name, or a mapping from names to keyword arguments.
+
+    Raises InputError for a name that is not in the table, for an argument that its function does not take,
+    and for one that it needs.
+    """
+    found = []
+    for name, given in ({value: {}} if isinstance(value, str) else value).items():
+        function = pick(kind, name, table)
+        parameters = inspect.signature(function).parameters.values()
+        takes = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
+        for argument in given:
+            if argument not in {p.name for p in takes}:
+                raise UnknownNameError(f"argument of {kind} {name}", argument, [p.name for p in takes])
+        missing = [p.name for p in takes if p.default is p.empty and p.name not in given]
+        if missing:
+            raise InputError(f"{kind} {name} needs {missing[0]!r}: {{{name!r}: {{{missing[0]!r}: ...}}}}")
+        found.append(functools.partial(function, **given) if given else function)
+    return found
 
 
 def pick(kind: str, name: str, table: Mapping[str, Any]) -> Any:
@@ -87,14 +138,27 @@ def plain(value: Any) -> dict[str, Any]:
     return value.to_dict()
 
 
-def build_mesh(config: Config) -> Mesh:
+def build_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of a config: as many devices as its axes need, all of them where one axis is -1."""
-    shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    shape = [config.mesh[name] for name in AXES]
     wanted = math.prod(shape)
     try:
-        return make_mesh(shape, devices=jax.devices()[:wanted] if wanted > 0 else None)
+        devices = jax.devices() if devices is None else devices
+        return make_mesh(shape, devices=devices[:wanted] if wanted > 0 else devices)
     except ValueError as error:
         raise InputError(f"config.mesh: {error}.") from error
+
+
+def model_config(config: Config) -> ModelConfig:
+    """The shape of a config's model, without its weights: of a published model, or of a directory."""
+    try:
+        if config.model.name in SHAPES:
+            shape = ModelConfig.from_dict(SHAPES[config.model.name], config.model.name)
+        else:
+            shape = ModelConfig.from_file(resolve(config.model.name) / "config.json")
+    except ModelError as error:
+        raise InputError(f"config.model.name = {config.model.name!r}: {error}") from error
+    return stretched(shape, config.model.yarn)
 
 
 def build_model(config: Config, mesh: Mesh, workdir: Path) -> tuple[Llama, Path]:
@@ -103,7 +167,7 @@ def build_model(config: Config, mesh: Mesh, workdir: Path) -> tuple[Llama, Path]
         if config.model.name == "random":
             directory = random_model(workdir / "random_model", config.seed)
             return load(str(directory), mesh=mesh)[0], directory
-        model, directory = load(config.model.name, mesh=mesh)
+        model, directory = load(config.model.name, mesh=mesh, yarn=config.model.yarn)
         return model, Path(directory)
     except (ModelError, FileNotFoundError) as error:
         raise InputError(f"config.model.name = {config.model.name!r}: {error}") from error
@@ -165,6 +229,8 @@ def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
             compute_dtype=compute_dtype,
             chunk=config.model.chunk,
             memory=int(config.model.memory * 1e9),
+            offload=config.model.offload,
+            replay=config.model.replay,
             mesh=mesh,
         )
     page_size, context = config.engine.page_size, config.sampling.context
@@ -189,12 +255,24 @@ def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
 
 
 def build_algorithm(config: Config) -> Algorithm:
-    """The algorithm; its arguments `kl` and `correction` go by the names in KLS and CORRECTIONS."""
+    """The algorithm; its functions go by the names in TERMS, several corrections are multiplied."""
     name, given = config.algorithm.name, plain(config.algorithm.args)
-    for argument, table in (("kl", KLS), ("correction", CORRECTIONS)):
+    for argument, table in TERMS.items():
         if given.get(argument) is not None:
-            given[argument] = pick(argument, given[argument], table)
-    return call(f"algorithm {name}", pick("algorithm", name, ALGORITHMS), given)
+            found = named(argument, given[argument], table)
+            if len(found) != 1 and argument != "correction":
+                raise InputError(f"config.algorithm.args.{argument} takes one name, got {len(found)}.")
+            given[argument] = found[0] if len(found) == 1 else losses.product(*found)
+    for argument, known in CHOICES.items():
+        if argument in given and given[argument] not in known:
+            raise UnknownNameError(argument, given[argument], known)
+    function = pick("algorithm", name, ALGORITHMS)
+    return call(f"algorithm {name}", function, given, algorithms.Terms.__annotations__)
+
+
+def build_penalties(config: Config) -> list[Penalty]:
+    """What is added to the reward of a training episode."""
+    return named("penalty", plain(config.penalties), PENALTIES)
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
@@ -275,6 +353,7 @@ def build_episode(
 ) -> Episode:
     """Plays one episode through a session of its own; the trajectory comes with its token traces."""
     limit = config.agent.max_turns or None
+    penalties = build_penalties(config) if training else []
     given = {
         "sampling": Sampling(max_tokens=config.sampling.max_tokens),
         "context": config.sampling.context,
@@ -292,8 +371,9 @@ def build_episode(
             played = pool.play(play)
         finally:
             session.close()
-        return dataclasses.replace(
+        played = dataclasses.replace(
             played, traces=session.traces, metrics={**played.metrics, **session.metrics}
         )
+        return shaping.shaped(played, penalties)
 
     return episode

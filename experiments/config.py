@@ -25,7 +25,7 @@ CONFIGS = Path(__file__).parent / "configs"
 SECRET = re.compile(r"token$|secret|password|passwd|api_?key|credential", re.IGNORECASE)
 HIDDEN = "<secret, not recorded>"
 # Mappings that a config file fills with names of its own.
-OPEN = ("world.kwargs", "agent.args", "algorithm.args", "evaluate")
+OPEN = ("world.kwargs", "agent.args", "algorithm.args", "penalties", "evaluate")
 POSITIVE = (
     "steps",
     "group_size",
@@ -74,6 +74,11 @@ def base() -> Config:
     c.model.engine_dtype = "float32"  # of weights and cache in the embedded engine
     c.model.chunk = 256  # tokens whose logits exist at the same time
     c.model.memory = 1.0  # GB of intermediate results that the backward pass does not compute again
+    c.model.offload = False  # the inputs of the layers wait for the backward pass in the host's memory
+    c.model.replay = (
+        False  # tokens go to the experts that were recorded while sampling; mixtures of experts only
+    )
+    c.model.yarn = 0.0  # positions are stretched by this factor with YaRN; 0: as config.json says
     c.model.tiled = False  # training computes in the deterministic engine's tiles: the same log-probs; slow
 
     c.world = ConfigDict()
@@ -106,6 +111,8 @@ def base() -> Config:
     c.algorithm.name = "grpo"
     c.algorithm.args = ConfigDict()  # what the algorithm's function takes
 
+    c.penalties = ConfigDict()  # what is added to the reward: length, overlong, format -> their arguments
+
     c.optimizer = ConfigDict()  # AdamW
     c.optimizer.learning_rate = 2e-5
     c.optimizer.warmup_steps = 0
@@ -132,6 +139,8 @@ def base() -> Config:
     c.mesh.data = 1
     c.mesh.fsdp = -1
     c.mesh.tensor = 1
+    c.mesh.context = 1
+    c.mesh.expert = 1
 
     c.retries = 2  # of an episode that failed for a reason that is not the agent's
     c.episode_timeout_s = 0.0  # after which an episode counts as failed, because something hangs; 0: never
@@ -142,7 +151,7 @@ def base() -> Config:
     c.evaluate_every = 0  # steps; 0: only before and after
     c.evaluate = ConfigDict()  # what is measured: a name -> evaluation(...)
     c.lock()
-    for mapping in (c.world.kwargs, c.agent.args, c.algorithm.args, c.evaluate):
+    for mapping in (c.world.kwargs, c.agent.args, c.algorithm.args, c.penalties, c.evaluate):
         mapping.unlock()
     return c
 

@@ -1,4 +1,4 @@
-"""Advantages of one group of episodes, and the penalties that shape a reward. Host side, f64.
+"""Advantages: of the episodes of a group, shared out to their turns, normalised over a step. Host side, f64.
 
 Deviations from the papers, by decision:
 
@@ -7,7 +7,12 @@ Deviations from the papers, by decision:
 2. A group of one gets 0: there is nothing to compare it with.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from metagym.rl.types import Advantage, Algorithm
+from metagym.types import Group, Trajectory
 
 
 def _check(rewards: np.ndarray, outcomes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -52,12 +57,98 @@ def leave_one_out(rewards: np.ndarray, outcomes: np.ndarray) -> np.ndarray:
     return (rewards - rewards.mean()) * (n / (n - 1))
 
 
-def length_penalty(steps: int, *, threshold: int, maximum: int) -> float:
-    """Nebius (2508.03501): 0 below `threshold` steps, then linear to -1 at `maximum`. Added to the reward."""
-    return 0.0 if steps < threshold else (threshold - steps) / (maximum - threshold)
+def returns(rewards: np.ndarray, outcomes: np.ndarray) -> np.ndarray:
+    """The rewards themselves, for an algorithm that compares over the whole step. f64[N] -> f64[N]."""
+    return _check(rewards, outcomes)[0]
 
 
-def overlong_penalty(tokens: int, *, maximum: int, cache: int) -> float:
-    """DAPO (2503.14476): 0 up to `maximum - cache` tokens, then linear to -1 at `maximum`. Added to the
-    reward."""
-    return min(0.0, max(-1.0, (maximum - cache - tokens) / cache))
+def ones(rewards: np.ndarray, outcomes: np.ndarray) -> np.ndarray:
+    """1 for every episode, for an algorithm that imitates what it selects. f64[N] -> f64[N]."""
+    return np.ones_like(_check(rewards, outcomes)[0])
+
+
+def of_group(algorithm: Algorithm, group: Group) -> list[Advantage]:
+    """The advantages of a group's members, in their order.
+
+    An episode counts once, whatever the number of its traces, and they all have its advantage. One that is
+    not in the loss (infrastructure, invalid reward) is in no mean; its own advantage is NaN.
+    """
+    counted = [t for t in group.trajectories if t.stop.in_loss]
+    rewards, outcomes = np.array([t.reward for t in counted]), np.array([t.outcome for t in counted])
+    values = algorithm.advantages(rewards, outcomes)
+    shared = iter(values if algorithm.credit is None else algorithm.credit(Group(counted), values))
+    return [next(shared) if t.stop.in_loss else np.nan for t in group.trajectories]
+
+
+def reward_to_go(trajectory: Trajectory, discount: float = 1.0) -> np.ndarray:
+    """The discounted rewards from each turn on, f64[T]. What the episode's reward holds beyond its turns'
+    (a penalty) belongs to the last one."""
+    rewards = np.array([t.reward for t in trajectory.turns], np.float64)
+    if not rewards.size:
+        return rewards
+    rewards[-1] += trajectory.reward - rewards.sum()
+    for t in range(len(rewards) - 2, -1, -1):
+        rewards[t] += discount * rewards[t + 1]
+    return rewards
+
+
+def by_turn(
+    group: Group, episode: np.ndarray, *, discount: float = 1.0, scale: bool = True, weight: float = 0.0
+) -> list[np.ndarray]:
+    """Turn-wise (as 2505.11821): the reward from a turn on, against that of the members that came to the same
+    turn; `scale` divides by their spread. Plus `weight` times the episode's advantage.
+
+    (group of N, f64[N]) -> N x f64[T]. Turn i is the i-th model call, as in `metagym.episode.run`.
+    """
+    keys = [range(len(t.turns)) for t in group.trajectories]
+    return _within(group, keys, episode, discount=discount, scale=scale, step=1.0, whole=weight)
+
+
+def by_step(
+    group: Group, episode: np.ndarray, *, discount: float = 0.95, scale: bool = True, weight: float = 1.0
+) -> list[np.ndarray]:
+    """Step-wise (GiGPO, 2505.10978): the episode's advantage, plus `weight` times that of each step among all
+    steps of the group at which the same observation was seen.
+
+    (group of N, f64[N]) -> N x f64[T]. A step that nobody shares has the episode's advantage alone.
+    """
+    keys = [[turn.observation for turn in t.turns] for t in group.trajectories]
+    return _within(group, keys, episode, discount=discount, scale=scale, step=weight, whole=1.0)
+
+
+def _within(
+    group: Group,
+    keys: Sequence[Sequence[object]],
+    episode: np.ndarray,
+    *,
+    discount: float,
+    scale: bool,
+    step: float,
+    whole: float,
+) -> list[np.ndarray]:
+    """whole x the episode's advantage + step x that of a turn among all turns with its key; f64[T] each."""
+    to_go = [reward_to_go(t, discount) for t in group.trajectories]
+    alike: dict[object, list[float]] = {}
+    for own, values in zip(keys, to_go, strict=True):
+        for key, value in zip(own, values, strict=True):
+            alike.setdefault(key, []).append(value)
+    equal = all_equal(np.array([t.outcome for t in group.trajectories]))
+
+    def among(key: object, value: float) -> float:
+        others = np.array(alike[key])
+        if equal or np.all(others == others[0]):
+            return 0.0
+        return (value - others.mean()) / (others.std(ddof=1) + 1e-6 if scale else 1.0)
+
+    return [
+        whole * a + step * np.array([among(k, v) for k, v in zip(own, values, strict=True)])
+        for a, own, values in zip(episode, keys, to_go, strict=True)
+    ]
+
+
+def whitened(values: np.ndarray) -> np.ndarray:
+    """(A - mean) / sqrt(variance + 1e-8), variance with ddof 1; f64[N], one for each trained token of a step.
+    Equal values get exactly 0."""
+    if values.size < 2 or np.all(values == values[0]):
+        return np.zeros_like(values)
+    return (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)

@@ -1,7 +1,8 @@
 """Losses per token, and the weights that turn them into one number. Pure functions of `[B, L]` arrays.
 
 l = log-prob under the policy being trained, o = under the trainer's policy before its first update (old),
-q = as the sampler reported it (behavior), A = advantage. Every policy loss is positively homogeneous in A.
+q = as the sampler reported it (behavior), A = advantage. Every policy loss is positively homogeneous in A,
+and so is its product with a correction, which reads no more of A than its sign.
 
 Deviations from the papers, by decision:
 
@@ -10,11 +11,13 @@ Deviations from the papers, by decision:
 3. A sequence without a trained token does not count in a mean over sequences; a batch without any has loss 0.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from metagym.rl.types import Algorithm, Batch, Reduction
+from metagym.rl.types import Algorithm, Batch, CorrectionFn, Reduction
 
 MAX_LOG_RATIO = 20.0
 
@@ -30,9 +33,10 @@ def log_ratio(l: jax.Array, o: jax.Array) -> jax.Array:
     return jnp.clip(l - o, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def sequence_log_ratio(log_ratios: jax.Array, mask: jax.Array, segments: jax.Array) -> jax.Array:
-    """GSPO (2507.18071): the mean of the log-ratios over a segment's trained tokens, at each of its
-    positions.
+def over_segments(
+    log_ratios: jax.Array, mask: jax.Array, segments: jax.Array, *, mean: bool = True
+) -> jax.Array:
+    """The mean (or sum) of the log-ratios over a segment's trained tokens, at each of its positions.
 
     f32[B, L], bool[B, L], i32[B, L] -> f32[B, L]. Padding (segment 0) counts as a segment of its own.
     """
@@ -41,7 +45,7 @@ def sequence_log_ratio(log_ratios: jax.Array, mask: jax.Array, segments: jax.Arr
     def row(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
         total = jax.ops.segment_sum(jnp.where(m, x, 0.0), s, num_segments=x.shape[0] + 1)
         count = jax.ops.segment_sum(m.astype(x.dtype), s, num_segments=x.shape[0] + 1)
-        return (total / jnp.maximum(count, 1.0))[s]
+        return (total / jnp.maximum(count, 1.0) if mean else total)[s]
 
     return jax.vmap(row)(log_ratios, mask, segments)
 
@@ -91,11 +95,12 @@ def gspo_loss(
     *,
     low: float,
     high: float,
+    dual: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """GSPO (2507.18071): the clipped surrogate with one ratio a sequence, the geometric mean of its
     tokens'."""
-    ratios = sequence_log_ratio(log_ratio(l, o), mask, segments)
-    return clipped_surrogate(ratios, advantages, low=low, high=high)
+    ratios = over_segments(log_ratio(l, o), mask, segments)
+    return clipped_surrogate(ratios, advantages, low=low, high=high, dual=dual)
 
 
 def cispo_loss(
@@ -108,15 +113,107 @@ def cispo_loss(
     return -weight * advantages * l, (ratio > cap).astype(jnp.float32)
 
 
-def truncated_importance(o: jax.Array, q: jax.Array, *, cap: float = 2.0) -> jax.Array:
-    """TIS: min(exp(o - q), cap), detached. f32[B, L]."""
+def log_loss(
+    l: jax.Array, o: jax.Array, advantages: jax.Array, mask: jax.Array, segments: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """-A l: supervised fine-tuning where A is 1, REINFORCE where it is an advantage. No bound, no ratio."""
+    _check(l, o, advantages, mask, segments)
+    return -advantages * l, jnp.zeros_like(l)
+
+
+# Corrections for the distance between the policies: (l, o, q, A, mask, segments) -> detached weights
+# f32[B, L] that the policy loss is multiplied with. A sequence is a segment, as in GSPO.
+
+
+def truncated_importance(
+    l: jax.Array,
+    o: jax.Array,
+    q: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    segments: jax.Array,
+    *,
+    cap: float = 2.0,
+) -> jax.Array:
+    """TIS: min(exp(o - q), cap)."""
+    del l, advantages, mask, segments
     return jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(o, q)), cap))
 
 
-def icepop(o: jax.Array, q: jax.Array, *, low: float = 0.5, high: float = 5.0) -> jax.Array:
-    """IcePop (2510.18855): exp(o - q) inside [low, high], else 0; detached. f32[B, L]."""
+def icepop(
+    l: jax.Array,
+    o: jax.Array,
+    q: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    segments: jax.Array,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+) -> jax.Array:
+    """IcePop (2510.18855): exp(o - q) inside [low, high], else 0."""
+    del l, advantages, mask, segments
     weight = jnp.exp(log_ratio(o, q))
     return jax.lax.stop_gradient(jnp.where((weight >= low) & (weight <= high), weight, 0.0))
+
+
+def sequence_importance(
+    l: jax.Array,
+    o: jax.Array,
+    q: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    segments: jax.Array,
+    *,
+    cap: float = 2.0,
+) -> jax.Array:
+    """TIS with one weight a sequence: min(exp(sum of o - q), cap)."""
+    del l, advantages
+    total = over_segments(log_ratio(o, q), mask, segments, mean=False)
+    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)), cap))
+
+
+def sequence_mask(
+    l: jax.Array,
+    o: jax.Array,
+    q: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    segments: jax.Array,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+) -> jax.Array:
+    """1 for a sequence whose exp(mean of o - q) lies in [low, high], else 0: sampler and trainer disagree."""
+    del l, advantages
+    ratio = jnp.exp(over_segments(log_ratio(o, q), mask, segments))
+    return jax.lax.stop_gradient(((ratio >= low) & (ratio <= high)).astype(jnp.float32))
+
+
+def off_policy_mask(
+    l: jax.Array,
+    o: jax.Array,
+    q: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    segments: jax.Array,
+    *,
+    bound: float,
+) -> jax.Array:
+    """DeepSeek-V3.2 (2512.02556): 0 where A < 0 and the mean of q - l over the sequence is above `bound`,
+    else 1: what the policy has left behind is not pushed down further."""
+    del o
+    gone = over_segments(log_ratio(q, l), mask, segments) > bound
+    return jax.lax.stop_gradient(jnp.where(gone & (advantages < 0), 0.0, 1.0))
+
+
+def product(*corrections: CorrectionFn) -> CorrectionFn:
+    """The correction whose weights are the products of several corrections' weights."""
+
+    def weights(*args: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.multiply, [c(*args) for c in corrections])
+
+    return weights
 
 
 def k1(l: jax.Array, ref: jax.Array) -> jax.Array:
@@ -192,8 +289,9 @@ def loss_terms(
     advantages, weight = masked(batch.advantages), masked(batch.weight)
     loss, clipped = algorithm.policy_loss(l, o, advantages, mask, jnp.asarray(batch.segments))
     if algorithm.correction is not None:
-        loss = loss * algorithm.correction(o, masked(batch.behavior_logprobs))
-    if algorithm.kl is not None:
+        q = masked(batch.behavior_logprobs)
+        loss = loss * algorithm.correction(l, o, q, advantages, mask, jnp.asarray(batch.segments))
+    if algorithm.kl is not None and algorithm.kl_in == "loss":
         loss = loss + algorithm.kl_coef * algorithm.kl(l, masked(batch.ref_logprobs))
     loss = loss - algorithm.entropy_coef * entropy
     return jnp.sum(weight * masked(loss)), masked(clipped)

@@ -11,6 +11,7 @@ sees it.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,8 @@ from metagym.rl.types import Algorithm, Array, Batch, TrainState
 
 # (params, batch) -> (log-probs of the targets f32[B, L], entropy f32[B, L])
 Policy = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = ("data", "fsdp", "expert")  # of a mesh: the rows of a batch lie over them
+LENGTH_AXES = ("context",)  # and the tokens of a row over these
 
 
 def make_optimizer(
@@ -48,6 +50,12 @@ def make_optimizer(
     )
 
 
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the arrays `[B, L, ...]` of a micro-batch."""
+    rows, tokens = (tuple(a for a in axes if a in mesh.shape) for axes in (BATCH_AXES, LENGTH_AXES))
+    return NamedSharding(mesh, P(rows, tokens))
+
+
 def init_state(
     params: Any, optimizer: optax.GradientTransformation, rng: jax.Array, mesh: Mesh
 ) -> TrainState:
@@ -61,17 +69,33 @@ def init_state(
 
     shardings = jax.tree.map(place, params)
     params = jax.device_put(params, shardings)
-    opt_shardings = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
-        shardings,
-        transform_non_params=lambda _: whole,
-    )
+    opt_shardings = _moments(params, optimizer, shardings, whole)[1]
     opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
     zero = np.zeros((), np.int32)
     step, version, rng = jax.device_put((zero, zero, rng), whole)
     return TrainState(params, opt_state, step, version, rng)
+
+
+def _moments(params: Any, optimizer: Any, shardings: Any, whole: NamedSharding) -> tuple[Any, Any]:
+    """The optimizer's state as shapes, and its shardings: moments lie like their parameters."""
+    shapes = jax.eval_shape(optimizer.init, params)
+    found = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, shapes, shardings, transform_non_params=lambda _: whole
+    )
+    return shapes, found
+
+
+def abstract_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The state that `init_state` makes, as shapes with shardings; so are `params`, on `mesh`."""
+    whole = NamedSharding(mesh, P())
+
+    def on(shape: Any, sharding: NamedSharding) -> Any:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    shapes, shardings = _moments(params, optimizer, jax.tree.map(lambda x: x.sharding, params), whole)
+    zero = on(jax.ShapeDtypeStruct((), np.int32), whole)
+    rng = on(jax.eval_shape(lambda: jax.random.key(0)), whole)
+    return TrainState(params, jax.tree.map(on, shapes, shardings), zero, zero, rng)
 
 
 def state_shardings(state: TrainState) -> Any:
@@ -94,14 +118,16 @@ class TrainStep:
     mesh: Mesh
 
     def put(self, batch: Batch) -> Batch:
-        """The micro-batch on the mesh, its rows over data and fsdp."""
-        parts = int(np.prod([self.mesh.shape[a] for a in BATCH_AXES]))
-        if batch.tokens.shape[0] % parts:
-            raise InputError(
-                f"micro-batches of {batch.tokens.shape[0]} rows cannot be split over {parts} devices "
-                f"({dict(self.mesh.shape)}); use a multiple of {parts} rows"
-            )
-        return jax.device_put(batch, NamedSharding(self.mesh, P(BATCH_AXES)))
+        """The micro-batch on the mesh, laid out as `batch_sharding` says."""
+        sizes = zip(batch.tokens.shape, (BATCH_AXES, LENGTH_AXES), ("rows", "tokens a row"), strict=True)
+        for size, axes, what in sizes:
+            parts = math.prod(self.mesh.shape.get(a, 1) for a in axes)
+            if size % parts:
+                raise InputError(
+                    f"micro-batches of {size} {what} cannot be split over {parts} devices "
+                    f"({dict(self.mesh.shape)}); use a multiple of {parts} {what}"
+                )
+        return jax.device_put(batch, batch_sharding(self.mesh))
 
     def score(self, params: Any, batch: Batch) -> np.ndarray:
         """Log-probs f32[B, L] of a micro-batch's targets, by the gradient program; NaN off the mask."""
@@ -111,16 +137,22 @@ class TrainStep:
             return np.where(np.asarray(batch.mask) > 0, jax.device_get(logprobs), np.nan).astype(np.float32)
 
     def __call__(
-        self, state: TrainState, minibatches: Sequence[Sequence[Batch]], *, reference: Any = None
+        self,
+        state: TrainState,
+        minibatches: Sequence[Sequence[Batch]],
+        *,
+        reference: Any = None,
+        check: Callable[[], None] = lambda: None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One update for each minibatch that is not empty. `state` is donated; `reference` are the parameters
         that the algorithm's KL is measured against. Several minibatches: the old log-probs are those of the
-        weights that came in, stored. Raises InputError if a reference is needed and absent.
+        weights that came in, stored. `check` is called before each micro-batch for as long as `state` is not
+        changed: what it raises gives the step up. Raises InputError if a reference is needed and absent.
 
         Metrics: `update/applied`, `update/skipped` (not finite), `update/grad_norm`, `loss`, and those of
         `metrics.token_metrics`.
         """
-        if self.algorithm.kl is not None:
+        if self.algorithm.kl is not None and self.algorithm.kl_in == "loss":
             if reference is None:
                 raise InputError(
                     f"algorithm {self.algorithm.name} has a KL term and needs reference parameters"
@@ -130,11 +162,16 @@ class TrainStep:
                 for m in minibatches
             ]
         minibatches = [m for m in minibatches if m]
+        version = int(jax.device_get(state.version))
+
+        def score(params: Any, batch: Batch) -> np.ndarray:
+            check()
+            return self.score(params, batch)
+
         on_policy = len(minibatches) == 1
         if not on_policy:
             minibatches = [
-                [dataclasses.replace(b, old_logprobs=self.score(state.params, b)) for b in m]
-                for m in minibatches
+                [dataclasses.replace(b, old_logprobs=score(state.params, b)) for b in m] for m in minibatches
             ]
         seen: list[tuple[Batch, Array, Array, Array]] = []
         losses: list[float] = []
@@ -142,7 +179,8 @@ class TrainStep:
         skipped = 0
         for minibatch in minibatches:
             with jax.set_mesh(self.mesh), jax.transfer_guard("disallow"):
-                state, loss, norm, tokens = self._update(state, minibatch, on_policy)
+                before = check if not losses else lambda: None
+                state, loss, norm, tokens = self._update(state, minibatch, on_policy, before)
             losses.append(loss)
             norms.append(norm)
             skipped += not np.isfinite(loss + norm)
@@ -153,17 +191,22 @@ class TrainStep:
         }
         if minibatches:
             metrics |= {"loss": float(np.mean(losses)), "update/grad_norm": float(np.mean(norms))}
-            metrics |= token_metrics(seen)
+            metrics |= token_metrics(seen, version)
         return state, metrics
 
     def _flag(self, value: bool) -> jax.Array:
         return jax.device_put(np.asarray(value), NamedSharding(self.mesh, P()))
 
     def _update(
-        self, state: TrainState, minibatch: Sequence[Batch], on_policy: bool
+        self,
+        state: TrainState,
+        minibatch: Sequence[Batch],
+        on_policy: bool,
+        check: Callable[[], None],
     ) -> tuple[TrainState, float, float, list[tuple[Batch, Array, Array, Array]]]:
         grads, loss, tokens = None, 0.0, []
         for batch in minibatch:
+            check()
             own, value, outputs = self.gradient(state.params, self.put(batch), self._flag(on_policy))
             grads = own if grads is None else self.add(grads, own)
             del own
@@ -190,11 +233,11 @@ def make_train_step(
 ) -> TrainStep:
     """The programs of a training step. `shardings` is the `state_shardings` of the state it will be given.
 
-    `mesh` has the axes data and fsdp (and any other): the rows of a micro-batch lie over these two, so their
-    number is a multiple of their sizes' product. Memory beyond state and activations: one f32 gradient, a
-    second one while a minibatch of several micro-batches adds up.
+    The rows of a micro-batch lie over the mesh axes of BATCH_AXES, so their number is a multiple of their
+    sizes' product. Memory beyond state and activations: one f32 gradient, a second one while a minibatch of
+    several micro-batches adds up.
     """
-    rows, whole = NamedSharding(mesh, P(BATCH_AXES)), NamedSharding(mesh, P())
+    rows, whole = batch_sharding(mesh), NamedSharding(mesh, P())
 
     def gradient(
         params: Any, batch: Batch, on_policy: jax.Array

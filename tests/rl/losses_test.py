@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from metagym.rl import losses
 from metagym.rl.advantages import standardized
-from metagym.rl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, rloo
+from metagym.rl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp, rft, rloo
 from metagym.rl.batching import empty_batch
 from metagym.rl.losses import loss_terms, token_weights
 from metagym.rl.types import Algorithm
@@ -124,11 +124,113 @@ def test_corrections():
     close(value(everything, batch_of(everything))[0], float((by_hand * X).sum() / 6))
 
 
+def test_sequence_corrections_by_hand():
+    """Of batch X, sum over a row's trained tokens of o - q: row 1 .1 + .9 + 0, row 2 0."""
+    args = (L, O, Q, A, X > 0, np.ones_like(X, np.int32))
+    weights = losses.sequence_importance(*args, cap=2.0)
+    close(weights[0], np.full(4, 2.0))
+    close(losses.sequence_importance(*args, cap=9.0)[0], np.full(4, np.e))
+    close(weights[1], np.ones(4))
+    mean = np.exp(1.0 / 3)  # 1.3956
+    assert (
+        np.asarray(losses.sequence_mask(*args, low=0.5, high=mean + 0.01)).tolist()
+        == np.ones((2, 4)).tolist()
+    )
+    assert np.asarray(losses.sequence_mask(*args, low=0.5, high=mean - 0.01))[:, 0].tolist() == [0, 1]
+    assert np.asarray(losses.sequence_mask(*args, low=1.1, high=2.0))[:, 0].tolist() == [1, 0]
+    # q - l over row 2: 0, -.6, 0 (mean -.2). Only rows with A < 0 are ever masked.
+    assert np.asarray(losses.off_policy_mask(*args, bound=-0.1))[:, 0].tolist() == [1, 1]
+    assert np.asarray(losses.off_policy_mask(*args, bound=-0.3))[:, 0].tolist() == [1, 0]
+    assert np.asarray(losses.off_policy_mask(L, O, Q, -A, *args[4:], bound=-0.8))[:, 0].tolist() == [0, 1]
+
+
+def test_corrections_multiply():
+    both = losses.product(losses.truncated_importance, partial(losses.sequence_mask, low=0.5, high=1.39))
+    alg = algorithm(correction=both)
+    tis = algorithm(correction=losses.truncated_importance)
+    loss, grad, _ = value(alg, batch_of(alg))
+    whole, other, _ = value(tis, batch_of(tis))
+    assert np.array_equal(grad, other * np.array([[0], [1]]))
+    assert loss != whole
+
+
+def test_three_policies_are_kept_apart():
+    """r compares l with o, the correction o with q: by hand for one token of each kind."""
+    l, o, q = (np.array([[x]], np.float32) for x in (-1.0, -1.1, -1.4))
+    one = np.ones((1, 1), np.float32)
+    alg = algorithm(correction=losses.truncated_importance)
+
+    def loss(**more):
+        given = {"l": l, "o": o, "q": q} | more
+        batch = batch_of(alg, mask=one, o=given["o"], q=given["q"], a=one)
+        return value(alg, batch, l=given["l"])[:2]
+
+    close(loss()[0], -np.exp(0.1) * np.exp(0.3))  # -r w A
+    close(loss()[1], [[-np.exp(0.1) * np.exp(0.3)]])  # w is not differentiated
+    close(loss(q=o)[0], -np.exp(0.1))  # sampler and trainer agree: the ratio alone is left
+    close(loss(l=o)[0], -np.exp(0.3))  # nothing learned yet: the correction alone is left
+    close(loss(q=q - 1)[0], -np.exp(0.1) * 2)  # cut at 2; the ratio does not see q
+    close(loss(o=o - 1, q=q - 1)[0], -1.28 * np.exp(0.3))  # clipped at 1.28; the weight does not see l
+    batch = batch_of(alg, mask=one, o=np.full_like(o, np.nan), q=q, a=one)
+    close(value(alg, batch, l=l, on_policy=True)[0], -np.exp(0.4))  # one minibatch: o is l, detached
+
+
+def test_icepop_over_everything_is_plain_importance_sampling():
+    args = (L, O, Q, A, X > 0, X)
+    close(losses.icepop(*args, low=0.0, high=np.inf), np.exp(O - Q))
+    close(losses.icepop(*args, low=0.5, high=2.0)[0], [np.exp(0.1), 1, 0, 1])
+
+
+def test_the_log_loss():
+    alg = algorithm(losses.log_loss)
+    loss, grad, clipped = value(alg, batch_of(alg, a=np.ones_like(A)))
+    close(loss, -(L * X).sum() / 6)
+    close(grad, -X / 6)
+    assert not clipped.any()
+
+
+def test_kl_in_the_reward_is_not_in_the_loss_too():
+    batch = batch_of(grpo(reduction="token-mean"), a=np.zeros_like(A))
+    batch = dataclasses.replace(batch, ref_logprobs=L - np.float32(0.4))
+    assert value(grpo(kl_coef=0.5, kl_in="reward"), batch)[0] == 0.0
+    for name, kl in {"k1": 0.4, "k2": 0.08, "k3": 0.070320}.items():
+        close(value(grpo(kl_coef=0.5, kl=getattr(losses, name)), batch)[0], 0.5 * kl)
+
+
+def test_the_gradient_of_k2_is_the_kl_s_and_that_of_k3_is_not():
+    """Over a distribution of two tokens: the expected gradient of k2 under the policy equals that of
+    KL(policy || reference); k3's is that of the reverse KL."""
+    ref = jnp.log(jnp.array([0.3, 0.7]))
+
+    def expected(estimator, z):
+        p = jax.lax.stop_gradient(jax.nn.softmax(z))
+        return jnp.sum(p * estimator(jax.nn.log_softmax(z)[None], ref[None])[0])
+
+    def kl(z):
+        logp = jax.nn.log_softmax(z)
+        return jnp.sum(jnp.exp(logp) * (logp - ref))
+
+    def reverse(z):
+        return jnp.sum(jnp.exp(ref) * (ref - jax.nn.log_softmax(z)))
+
+    z = jnp.array([0.4, -0.9])
+    close(jax.grad(partial(expected, losses.k2))(z), jax.grad(kl)(z))
+    close(jax.grad(partial(expected, losses.k3))(z), jax.grad(reverse)(z))
+    assert np.abs(jax.grad(kl)(z) - jax.grad(reverse)(z)).max() > 0.05
+    close(
+        jax.grad(partial(expected, losses.k1))(z), [0, 0]
+    )  # the score function: k1 in the loss does nothing
+
+
 def test_dual_clip():
     l, o, a = (np.array([[x]], np.float32) for x in (3.0, 0.0, -1.0))
     loss, clipped = losses.clipped_surrogate(jnp.asarray(l - o), a, low=0.2, high=0.28, dual=3.0)
     close(loss, [[3.0]])
     assert clipped[0, 0] == 1
+    for made in (grpo, dapo, rloo, reinforce_pp, partial(dr_grpo, max_tokens=1)):
+        args = (jnp.asarray(l), jnp.asarray(o), jnp.asarray(a), l > 0, np.ones((1, 1), np.int32))
+        close(made(dual=3.0).policy_loss(*args)[0], [[3.0]])
+        close(made().policy_loss(*args)[0], [[np.exp(3.0)]])
 
 
 def test_kl_estimators():
@@ -147,7 +249,7 @@ def test_kl_and_entropy_enter_the_loss():
     close(value(alg, batch, entropy=entropy)[0], 0.5 * 0.070320 - 0.2)
 
 
-EVERY = [grpo(), dapo(), dr_grpo(max_tokens=4), rloo(), gspo(), cispo()]
+EVERY = [grpo(), dapo(), dr_grpo(max_tokens=4), rloo(), gspo(), cispo(), reinforce_pp(), rft()]
 
 
 @pytest.mark.parametrize("alg", EVERY, ids=lambda a: a.name)
@@ -242,7 +344,7 @@ def test_gspo_on_sequences_of_length_one_is_ppo(rng):
 @settings(max_examples=15, deadline=None)
 @given(rng=ragged)
 def test_every_policy_loss_is_positively_homogeneous(rng):
-    for alg in (grpo(dual=3.0), gspo(), cispo()):
+    for alg in (grpo(dual=3.0), gspo(dual=3.0), cispo(), rft()):
         batch, l = random_batch(rng, alg)
         args = (batch.mask > 0, batch.segments)
         one, _ = alg.policy_loss(l, batch.old_logprobs, batch.advantages, *args)
