@@ -1,8 +1,12 @@
-"""The training loop: collect, filter, pack, update, push weights, write down, save.
+"""The training loop: take episodes, filter, pack, update, push weights, write down, save.
+
+Episodes are played in the background. With a staleness of 0 that is while the loop waits for them; with more,
+they go on while it trains, and new weights reach them on the way.
 
 A run directory holds metrics.jsonl, episodes/, checkpoints/. Killed at any moment, a run resumes from its
-newest complete checkpoint: what was written after it is cut back, and the steps are made again. What a step
-does is a function of the checkpoint (state, position in the tasks) and the run's seed, so with a
+newest complete checkpoint: what was written after it is cut back, and the steps are made again. Episodes that
+were not trained by then are played again, so none is lost and none is trained twice. With a staleness of 0,
+what a step does is a function of the checkpoint (state, position in the tasks) and the run's seed, so with a
 deterministic engine and world the resumed run is the unbroken one, bit for bit.
 """
 
@@ -27,16 +31,19 @@ from jax.sharding import Mesh
 from metagym.errors import InputError, TrainingError
 from metagym.protocols import Backend, Executor, Tracker
 from metagym.rl import checkpoint
-from metagym.rl.advantages import all_equal
+from metagym.rl.advantages import of_group
 from metagym.rl.batching import Packed, pack
+from metagym.rl.health import WINDOW, Rule, Watch, training_flops
 from metagym.rl.metrics import EpisodeWriter, MetricsWriter, cut_back, is_evaluation, read_jsonl
-from metagym.rl.rollouts import Episode, Request, Rollouts, TaskStream, ThreadExecutor, collect
+from metagym.rl.rollouts import Episode, Request, Rollouts, RolloutStream, TaskStream, ThreadExecutor
+from metagym.rl.shaping import teaches, with_kl
 from metagym.rl.train_step import Policy, make_train_step, state_shardings
-from metagym.rl.types import Algorithm, TrainState
+from metagym.rl.types import Algorithm, Batch, TrainState
 from metagym.types import Group, Trajectory
 
 log = logging.getLogger("metagym.train")
 MAX_SKIPPED = 3  # steps in a row whose update was not finite
+DISTANT = "The engine serves other weights, or computes otherwise than the trainer."
 
 
 class Interrupted(KeyboardInterrupt):
@@ -45,6 +52,10 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signum: int, step: int):
         super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}, which is saved")
         self.signum, self.step = signum, step
+
+
+class GivenUp(KeyboardInterrupt):
+    """An update was given up, for a signal, before it had changed anything."""
 
 
 class StopSignals:
@@ -66,6 +77,11 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         self._restore()
+
+    def check(self) -> None:
+        """Raises GivenUp if a signal came: for places where work can be given up without harm."""
+        if self.signum is not None:
+            raise GivenUp
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -98,7 +114,8 @@ class _Progress:
 
     step: int = 0  # training steps finished
     skipped: int = 0  # of them the last so many had no finite update
-    tasks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tasks: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # behind the last one trained
+    open: Sequence[tuple[int, int]] = ()  # (place, step begun in) of groups before it that were not trained
 
 
 def train(
@@ -129,9 +146,14 @@ def train(
     executor: Executor | None = None,
     retries: int = 2,
     timeout_s: float | None = None,
+    staleness: int = 0,
+    in_order: bool = True,
+    refill: int = 0,
     evaluate: Callable[[int], Mapping[str, float]] | None = None,
     evaluate_every: int = 0,
     max_distance: float = math.inf,
+    rules: Sequence[Rule] = (),
+    peak_flops: float = 0.0,
     record_traces: bool = False,
     resume: bool = False,
 ) -> TrainState:
@@ -143,20 +165,26 @@ def train(
     reference: parameters that a KL term is measured against, in arrays of their own.
     executor: runs the episodes; `max_workers` threads if None. retries: of a failed episode. timeout_s:
         longest that one may take before it counts as failed, if given.
+    staleness, in_order: how far episodes may be ahead of the updates, and whether steps take them in the
+        order of their tasks or as they end; see `RolloutStream`.
+    refill: groups of a step that may be replaced because their outcomes are equal, if the algorithm drops
+        such groups.
     checkpoint_every: steps between checkpoints (0: at the end alone), of which the newest `keep` stay.
     evaluate: given the step, returns metrics, which are written down as "eval/<name>"; called before the
     first step,
         every `evaluate_every` steps, and after the last. 0: never.
-    max_distance: the run stops when a trainer's log-prob is further than this many nats from the sampler's.
+    max_distance: the run stops when a trainer's log-prob is further than this many nats from the sampler's,
+        for the same weights. rules: further ones.
+    peak_flops: operations per second that the devices reach, for the share of them that training uses.
     resume: goes on from the newest complete checkpoint in `workdir`, or starts there if there is none.
 
     A step whose groups teach nothing (equal outcomes) makes no update and counts as a step.
 
     SIGINT and SIGTERM end it with a checkpoint of the last finished step: an unfinished rollout is given up,
-    an update is not. Raises Interrupted then; InputError for arguments that do not fit, or a workdir that
-    holds a run already; TrainingError if training cannot go on: no usable episode, three steps in a row
-    without a finite update, the sampler out of its bound; CheckpointError if a checkpoint cannot be written
-    or none is complete.
+    and so is an update that has changed no weights yet. Raises Interrupted then; InputError for arguments
+    that do not fit, or a workdir that holds a run already; TrainingError if training cannot go on: no usable
+    episode, three steps in a row without a finite update, a rule that is broken; CheckpointError if a
+    checkpoint cannot be written or none is complete.
     """
     _check(
         steps=steps,
@@ -183,6 +211,9 @@ def train(
         train_step = make_train_step(policy, algorithm, optimizer, mesh, state_shardings(state))
         version = int(jax.device_get(state.version))
         backend.load(state.params, version)
+        bound = Rule("sampler/max", high=max_distance, hint=DISTANT)
+        watch = Watch((bound, *rules), _recent(workdir) if progress.step else ())
+        flops = training_flops(state.params, 1)
         if tracker is not None and progress.step:
             _replay(workdir, progress.step, tracker)
 
@@ -191,9 +222,31 @@ def train(
             if tracker is not None:
                 tracker.log(step, metrics)
 
+        def score(batch: Batch) -> np.ndarray:
+            return train_step.score(reference, batch)
+
         def on_end(request: Request, trajectory: Trajectory) -> None:
             place = {"step": request.step, "group": request.group, "member": request.member}
             episodes.write(f"{request.step:06d}", request.id, trajectory, **place, version=request.version)
+
+        stream = RolloutStream(
+            episode,
+            tasks,
+            groups=groups_per_step,
+            group_size=group_size,
+            steps=steps,
+            seed=seed,
+            executor=executor,
+            staleness=staleness,
+            in_order=in_order,
+            refill=refill if algorithm.drop_equal else 0,
+            teaches=teaches,
+            retries=retries,
+            timeout_s=timeout_s,
+            on_end=on_end,
+            again=[place for place, _ in progress.open],
+        )
+        stack.callback(stream.close)
 
         def save() -> None:
             nonlocal saved
@@ -201,6 +254,7 @@ def train(
                 checkpoint.save(checkpoints, progress.step, state, dataclasses.asdict(progress), keep=keep)
                 saved = progress.step
 
+        ended = time.monotonic()
         try:
             while True:
                 with stop.interruptible():
@@ -212,21 +266,19 @@ def train(
                         break
                     step = progress.step + 1
                     began = time.monotonic()
-                    rollouts = collect(
-                        episode,
-                        tasks.take(groups_per_step),
-                        group_size,
-                        seed=seed,
-                        step=step,
-                        version=version,
-                        executor=executor,
-                        retries=retries,
-                        timeout_s=timeout_s,
-                        on_end=on_end,
+                    rollouts = stream.take(step, version)
+                collected = time.monotonic()
+                packed, metrics = _pack(
+                    rollouts, algorithm, score, rows, length, minibatches, align, merge_equal
+                )
+                intact = False
+                try:
+                    state, updates = train_step(
+                        state, packed.minibatches, reference=reference, check=stop.check
                     )
-                collected, intact = time.monotonic(), False
-                packed, metrics = _pack(rollouts, algorithm, rows, length, minibatches, align, merge_equal)
-                state, updates = train_step(state, packed.minibatches, reference=reference)
+                except GivenUp:
+                    intact = True
+                    raise
                 updated = time.monotonic()
                 if updates["update/applied"]:
                     version = int(jax.device_get(state.version))
@@ -235,19 +287,27 @@ def train(
                 skipped = (
                     progress.skipped + 1 if updates["update/skipped"] and not updates["update/applied"] else 0
                 )
-                progress = _Progress(step, skipped, tasks.state())
+                progress = _Progress(step, skipped, *stream.state())
+                whole = max(loaded - ended, 1e-9)
+                ended = loaded
                 metrics |= dict(rollouts.metrics) | updates
                 metrics |= {
                     "version": float(version),
                     "health/skipped_in_a_row": float(skipped),
+                    "time/step_s": whole,
                     "time/collect_s": collected - began,
                     "time/update_s": updated - collected,
                     "time/load_s": loaded - updated,
-                    "time/sampled_tokens_per_s": rollouts.metrics["tokens/sampled"]
-                    / max(collected - began, 1e-9),
+                    "time/sampled_tokens_per_s": rollouts.metrics["tokens/sampled"] / whole,
+                    "time/computed_tokens_per_s": metrics["tokens/computed"] / max(updated - collected, 1e-9),
                 }
+                if peak_flops:
+                    rate = flops * metrics["time/computed_tokens_per_s"]
+                    metrics["time/share_of_peak"] = rate / peak_flops
                 write(step, metrics)
-                _stop_if_unhealthy(step, metrics, max_distance, skipped)
+                _stop_if_skipped(step, metrics, skipped)
+                if not skipped:
+                    watch.check(step, metrics)
                 intact = True
                 if step == steps or (checkpoint_every and step % checkpoint_every == 0):
                     save()
@@ -304,42 +364,44 @@ def _begin(workdir: Path, state: TrainState, tasks: TaskStream, resume: bool) ->
     _, restored, host = found
     progress = _Progress(**host)
     tasks.restore(progress.tasks)
-    cut_back(workdir, progress.step)
+    left = {place for place, _ in progress.open}
+    first_open = min([progress.step, *(step for _, step in progress.open)])
+    cut_back(workdir, progress.step, lambda g: g < tasks.cursor and g not in left, first_open)
     log.info("resuming after step %d", progress.step)
     return restored, progress
 
 
+def _recent(workdir: Path) -> list[dict[str, Any]]:
+    """The records of the last training steps."""
+    return [r for r in read_jsonl(workdir / "metrics.jsonl") if not is_evaluation(r)][-WINDOW:]
+
+
 def _replay(workdir: Path, step: int, tracker: Tracker) -> None:
     """Gives the tracker of a resumed run the record of its last finished step, to go on from there."""
-    for record in read_jsonl(workdir / "metrics.jsonl"):
-        if record["step"] == step and not is_evaluation(record):
-            tracker.log(step, {k: v for k, v in record.items() if k not in ("step", "nonfinite")})
+    for record in _recent(workdir)[-1:]:
+        tracker.log(step, {k: v for k, v in record.items() if k not in ("step", "nonfinite")})
 
 
 def _pack(
     rollouts: Rollouts,
     algorithm: Algorithm,
+    score: Callable[[Batch], np.ndarray],
     rows: int,
     length: int,
     minibatches: int,
     align: int,
     merge_equal: bool,
 ) -> tuple[Packed, dict[str, float]]:
-    """Filters, gives advantages, packs. Groups are dropped by their raw outcomes, never by shaped rewards."""
-
-    def outcomes(group: Group) -> np.ndarray:
-        return np.array([t.outcome for t in group.trajectories])
-
-    equal = [all_equal(outcomes(g)) for g in rollouts.groups]
-    kept: Sequence[Group] = [
-        g for g, e in zip(rollouts.groups, equal, strict=True) if not (e and algorithm.drop_equal)
-    ]
-    advantages = [
-        algorithm.advantages(np.array([t.reward for t in g.trajectories]), outcomes(g)) for g in kept
-    ]
+    """Filters, gives advantages, packs. Groups are dropped by their raw outcomes, never by shaped rewards.
+    `score` gives the reference's log-probs."""
+    groups: Sequence[Group] = rollouts.groups
+    metrics: dict[str, float] = {}
+    if algorithm.kl is not None and algorithm.kl_in == "reward":
+        groups, metrics = with_kl(groups, score, algorithm, rows=rows, length=length, align=align)
+    equal = [not teaches(g) for g in groups]
+    kept = [g for g, e in zip(groups, equal, strict=True) if not (e and algorithm.drop_equal)]
+    advantages = [of_group(algorithm, g) for g in kept]
     flat = np.abs(np.concatenate([np.zeros(0), *(np.ravel(a) for group in advantages for a in group)]))
-    if not flat.any() and algorithm.kl is None and not algorithm.entropy_coef:
-        kept, advantages = [], []  # the gradient is zero: no reason to compute it
     packed = pack(
         kept,
         advantages,
@@ -350,23 +412,17 @@ def _pack(
         align=align,
         merge_equal=merge_equal,
     )
-    return packed, dict(packed.metrics) | {
+    return packed, dict(packed.metrics) | metrics | {
         "groups/equal": float(sum(equal)),
-        "groups/kept": float(len(kept)),
+        "groups/kept": float(len(kept) if any(packed.minibatches) else 0),
         "advantages/mean_abs": float(flat.mean()) if flat.size else 0.0,
     }
 
 
-def _stop_if_unhealthy(step: int, metrics: Mapping[str, float], max_distance: float, skipped: int) -> None:
+def _stop_if_skipped(step: int, metrics: Mapping[str, float], skipped: int) -> None:
     if skipped >= MAX_SKIPPED:
         raise TrainingError(
             f"step {step}: no finite update in {skipped} steps in a row (loss {metrics['loss']}, gradient "
             f"norm {metrics['update/grad_norm']}). Nothing was applied; the newest checkpoint is good. Lower "
             f"the learning rate, or look at the rewards and log-probs of these steps in episodes/"
-        )
-    if metrics["update/applied"] and not metrics.get("sampler/max", 0.0) <= max_distance:
-        raise TrainingError(
-            f"step {step}: the trainer's log-probs are up to {metrics['sampler/max']:.4g} nat from the "
-            f"sampler's (p99 {metrics['sampler/p99']:.4g}, mean {metrics['sampler/mean']:.4g}), the bound is "
-            f"{max_distance}. The engine serves other weights, or computes otherwise than the trainer"
         )

@@ -3,8 +3,9 @@ themselves."""
 
 import json
 import math
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,24 +48,32 @@ def distance(trainer: np.ndarray, sampler: np.ndarray) -> dict[str, float]:
 
 
 @np.errstate(all="ignore")
-def token_metrics(seen: Iterable[tuple[Batch, Array, Array, Array]]) -> dict[str, float]:
+def token_metrics(
+    seen: Iterable[tuple[Batch, Array, Array, Array]], version: int | None = None
+) -> dict[str, float]:
     """Metrics over the trained tokens of micro-batches; each is (batch, logprobs, entropy, clipped [B, L]).
 
-    A token that stands for n equal ones counts n times. Empty if nothing was trained.
+    A token that stands for n equal ones counts n times. Empty if nothing was trained. `version` names the
+    weights that the old log-probs are of: `sampler/` is about the tokens that these sampled, all of them if
+    it is None, also by the model call that they belong to if there are several, calls from 2 on in powers of
+    two; `stale/` is about the others, where the distance holds what was learned since, too.
     """
     columns: list[np.ndarray] = []
     for batch, logprobs, entropy, clipped in seen:
         on = np.asarray(batch.mask) > 0
         fields = (logprobs, batch.old_logprobs, batch.behavior_logprobs, batch.ref_logprobs, entropy, clipped)
+        fields = (*fields, batch.advantages, batch.turn, batch.version)
         values = np.stack([np.asarray(x, np.float64)[on] for x in fields])
         columns.append(np.repeat(values, np.asarray(batch.mask)[on].astype(np.int64), axis=1))
     if not sum(c.shape[1] for c in columns):
         return {}
-    l, o, q, ref, entropy, clipped = np.concatenate(columns, axis=1)
+    l, o, q, ref, entropy, clipped, advantages, turn, versions = np.concatenate(columns, axis=1)
     ratio = np.exp(l - o)
     metrics = {
         "policy/entropy": float(entropy.mean()),
         "policy/clip_fraction": float(clipped.mean()),
+        "policy/clip_fraction_up": float((clipped * (advantages > 0)).mean()),
+        "policy/clip_fraction_down": float((clipped * (advantages < 0)).mean()),
         "policy/ratio_min": float(ratio.min()),
         "policy/ratio_mean": float(ratio.mean()),
         "policy/ratio_max": float(ratio.max()),
@@ -72,7 +81,19 @@ def token_metrics(seen: Iterable[tuple[Batch, Array, Array, Array]]) -> dict[str
     }
     if not np.isnan(ref).all():
         metrics["policy/kl_ref"] = float(np.mean(np.exp(ref - l) - 1 - (ref - l)))
-    return metrics | {f"sampler/{name}": value for name, value in distance(o, q).items()}
+    fresh = np.ones(len(l), bool) if version is None else versions == version
+
+    def among(name: str, of: np.ndarray) -> dict[str, float]:
+        return {f"{name}/{key}": value for key, value in distance(o[of], q[of]).items()} if of.any() else {}
+
+    # The first call, the second, then 2-3, 4-7, ...
+    bucket = np.where(turn < 2, turn, 2.0 ** np.floor(np.log2(np.maximum(turn, 2))))
+    firsts = np.unique(bucket[fresh]).astype(int)
+    for first in firsts if len(firsts) > 1 else ():
+        last = max(first, 2 * first - 1)
+        name = f"sampler/call_{first}" + (f"-{last}" if last > first else "")
+        metrics |= among(name, fresh & (bucket == first))
+    return metrics | among("sampler", fresh) | among("stale", ~fresh)
 
 
 class MetricsWriter:
@@ -198,8 +219,12 @@ def _trace_record(trace: TokenTrace) -> dict[str, Any]:
 
 
 def _write_line(file: IO[str], record: Mapping[str, Any]) -> None:
-    file.write(json.dumps(record, default=_plain) + "\n")
+    file.write(_line(record))
     file.flush()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, default=_plain) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -221,21 +246,36 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def cut_back(workdir: Path, step: int) -> None:
+def cut_back(
+    workdir: Path, step: int, trained: Callable[[int], bool] = lambda group: True, first_open: int = 0
+) -> None:
     """Takes metrics.jsonl and episodes/ back to what had been written when step `step` had ended, and its
-    evaluation had not begun: the records of an evaluation at `step` go too, as it is made again."""
+    evaluation had not begun: the records of an evaluation at `step` go too, as it is made again. And so do
+    episodes of groups that were not `trained` by then; none of them was begun before step `first_open`."""
     path = workdir / "metrics.jsonl"
     kept = [r for r in read_jsonl(path) if r["step"] < step or (r["step"] == step and not is_evaluation(r))]
     if path.exists():
-        temporary = path.with_name("metrics.jsonl.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            for record in kept:
-                _write_line(file, record)
-        temporary.replace(path)
+        write_whole(path, "".join(_line(r) for r in kept))
     for file in (workdir / "episodes").glob("*.jsonl"):
         kind, _, number = file.stem.rpartition("-")
         if number.isdigit() and int(number) > step - (kind == "eval"):
             file.unlink()
+        elif number.isdigit() and not kind and int(number) >= first_open:
+            records = read_jsonl(file)
+            left = [r for r in records if trained(r["group"])]
+            if len(left) < len(records) or not file.read_bytes().endswith(b"\n"):
+                write_whole(file, "".join(_line(r) for r in left))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that whoever reads it, and whoever comes after a crash, finds the old text or the new
+    one, and never a part."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:

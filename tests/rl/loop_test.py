@@ -162,13 +162,13 @@ def test_it_learns_and_writes_everything_down(tiny, tmp_path):
     steps = [r for r in records if "reward/mean" in r]
     assert [r["step"] for r in steps] == list(range(1, 21))
     assert [r["step"] for r in records if "eval/step" in r] == [0, 3, 6, 9, 12, 15, 18, 20]
-    assert np.mean([r["reward/mean"] for r in steps[:2]]) < 0.45
+    assert steps[0]["reward/mean"] < 0.45
     assert np.mean([r["reward/mean"] for r in steps[-3:]]) > 0.9
     assert steps[0]["sampler/max"] < 1e-5
     assert steps[0]["policy/ratio_max"] == 1.0
     assert steps[0]["batch/merged"] > 0
     assert int(state.version) == sum(r["update/applied"] for r in steps)
-    first = episodes(tmp_path)["000001-000-00"]
+    first = episodes(tmp_path)["000000-00"]
     assert len(first["traces"][0]["tokens"]) == 3
     assert first["traces"][0]["sampled"] == [[2, 3]]
     assert first["metrics"] == {"np": 1.0}
@@ -201,7 +201,7 @@ def test_a_signal_during_a_rollout_saves_the_last_finished_step(tiny, tmp_path, 
     backend = BanditBackend()
 
     def episode(request):
-        if request.id == "000004-002-01":
+        if request.id == "000014-01":
             os.kill(os.getpid(), signum)
         return play(backend, request)
 
@@ -293,7 +293,7 @@ def child(workdir, kill_at):
 
 def test_kill_9_loses_nothing_that_was_finished(tiny, tmp_path, unbroken):
     code = "import runpy, sys; runpy.run_path(sys.argv[1])['child'](*sys.argv[2:])"
-    command = [sys.executable, "-c", code, __file__, str(tmp_path), "000004-003-02"]
+    command = [sys.executable, "-c", code, __file__, str(tmp_path), "000015-02"]
     done = subprocess.run(command, env=os.environ, capture_output=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     finished = [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl") if "reward/mean" in r]
@@ -395,7 +395,7 @@ def test_three_updates_in_a_row_that_are_not_finite_stop_the_run(tiny, tmp_path)
 
 
 def test_a_sampler_out_of_its_bound_stops_the_run(tiny, tmp_path):
-    with pytest.raises(TrainingError, match=r"up to 0\.5 nat from the sampler's .* bound is 0\.1"):
+    with pytest.raises(TrainingError, match=r"sampler/max is 0\.5, outside of \[-inf, 0\.1\].*other weights"):
         run(tiny, tmp_path, backend=BanditBackend(error=0.5), max_distance=0.1)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 

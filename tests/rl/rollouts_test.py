@@ -67,8 +67,8 @@ def test_failed_episodes_are_played_again_with_the_same_seeds():
     assert rollouts.metrics["episode/x"] == 2.0
     assert rollouts.error == "EngineError: gone"
     assert len(ended) == len(set(ended)) == 25
-    assert ("000002-003-01.1", StopReason.INFRA) in ended
-    assert ("000002-003-01.2", StopReason.TERMINATED) in ended
+    assert ("000003-01.1", StopReason.INFRA) in ended
+    assert ("000003-01.2", StopReason.TERMINATED) in ended
     for group in range(5):
         assert len({(r.seed, r.sampling_seed) for r in seen if (r.group, r.member) == (group, 1)}) == 1
     assert run(good).groups == rollouts.groups

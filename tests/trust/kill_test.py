@@ -85,11 +85,11 @@ def arm(plan):
     def patch(owner, name, before=None):
         setattr(owner, name, around(getattr(owner, name), before))
 
-    collect, make = loop.collect, loop.make_train_step
+    take, make = loop.RolloutStream.take, loop.make_train_step
 
     def counted(*args, **kwargs):
         seen["step"] += 1
-        return collect(*args, **kwargs)
+        return take(*args, **kwargs)
 
     def wrapped(*args, **kwargs):
         made = make(*args, **kwargs)
@@ -101,7 +101,7 @@ def arm(plan):
         file.write(json.dumps(record, default=str)[: plan["nth"] + 5])
         file.flush()
 
-    loop.collect, loop.make_train_step = counted, wrapped
+    loop.RolloutStream.take, loop.make_train_step = counted, wrapped
     match plan["what"]:
         case "dispatch":
             patch(EmbeddedBackend, "_dispatch")
