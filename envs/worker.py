@@ -51,7 +51,7 @@ _scratch: dict[tuple[str, int], tuple[Path, int]] = {}  # (label, owner's pid) -
 _lock = threading.RLock()
 
 
-def _started(pid: int) -> int:
+def process_start(pid: int) -> int:
     """When a process started, in clock ticks since boot; 0 where that can't be known."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -60,14 +60,14 @@ def _started(pid: int) -> int:
         return 0
 
 
-def _alive(pid: int, started: int) -> bool:
+def alive(pid: int, started: int) -> bool:
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
-    return _started(pid) == started
+    return process_start(pid) == started
 
 
 def scratch(label: str) -> Path:
@@ -83,7 +83,7 @@ def scratch(label: str) -> Path:
             os.close(_scratch.pop(key)[1])
         if key not in _scratch:
             sweep(label)
-            directory = Path(tempfile.gettempdir()) / f"metagym-{label}-{key[1]}-{_started(key[1])}"
+            directory = Path(tempfile.gettempdir()) / f"metagym-{label}-{key[1]}-{process_start(key[1])}"
             directory.mkdir(mode=0o700, exist_ok=True)
             descriptor = os.open(directory / "owner", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,7 +104,7 @@ def sweep(label: str) -> list[Path]:
                 continue
         except FileNotFoundError:  # another owner was faster
             continue
-        if _alive(int(match[1]), int(match[2])):
+        if alive(int(match[1]), int(match[2])):
             continue
         try:
             descriptor = os.open(Path(entry.path) / "owner", os.O_RDWR | os.O_CLOEXEC)

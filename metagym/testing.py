@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,10 +24,10 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils.shared_memory import create_shared_memory
 
-from metagym.errors import ContextOverflowError, EngineError, InputError
+from metagym.errors import ContextOverflowError, EngineError, InputError, SandboxError
 from metagym.live import Live
-from metagym.protocols import Backend
-from metagym.types import Generation, Message, Sampling, Task
+from metagym.protocols import Backend, Sandbox
+from metagym.types import ExecResult, Generation, Limits, Message, Mount, Sampling, Task, Verdict
 
 # ---------------------------------------------------------------- fakes
 
@@ -390,6 +390,96 @@ def _unchecked(good: Generation, logprobs: np.ndarray) -> Generation:
     bad = copy.copy(good)
     object.__setattr__(bad, "logprobs", logprobs)
     return bad
+
+
+class ScriptedSandbox(Live):
+    """A `Sandbox` that does nothing but answer as it was told, with files in memory.
+
+    `script` is a function of the command that returns its output, an `ExecResult` or an exception to raise.
+    `commands` holds what was run. Raises SandboxError once it is closed.
+    """
+
+    def __init__(self, script: Callable[[str], str | ExecResult | Exception] = lambda command: ""):
+        self._script = script
+        self.commands: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self.closed = False
+
+    def exec(
+        self,
+        command: str,
+        timeout: float,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        self._check()
+        self.commands.append(command)
+        answer = self._script(command)
+        if isinstance(answer, Exception):
+            raise answer
+        return ExecResult(answer, 0) if isinstance(answer, str) else answer
+
+    def read(self, path: str, limit: int = 64 << 20) -> bytes:
+        self._check()
+        if path not in self.files:
+            raise FileNotFoundError(f"no file {path!r} can be read in the sandbox")
+        return self.files[path]
+
+    def write(self, path: str, content: bytes) -> None:
+        self._check()
+        self.files[path] = content
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _check(self) -> None:
+        if self.closed:
+            raise SandboxError("the sandbox is gone: it was closed.")
+
+
+class ScriptedSandboxFactory(Live):
+    """A `SandboxFactory` of scripted sandboxes; `started` holds them. `snapshot` copies the files."""
+
+    def __init__(self, script: Callable[[str], str | ExecResult | Exception] = lambda command: ""):
+        self._script = script
+        self.started: list[ScriptedSandbox] = []
+        self._snapshots: dict[str, dict[str, bytes]] = {}
+
+    def start(
+        self,
+        image: str,
+        mounts: Sequence[Mount] = (),
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        labels: Mapping[str, str] | None = None,
+    ) -> ScriptedSandbox:
+        sandbox = ScriptedSandbox(self._script)
+        sandbox.files |= self._snapshots.get(image, {})
+        self.started.append(sandbox)
+        return sandbox
+
+    def snapshot(self, sandbox: Sandbox) -> str:
+        assert isinstance(sandbox, ScriptedSandbox)
+        name = f"snapshot-{len(self._snapshots)}"
+        self._snapshots[name] = dict(sandbox.files)
+        return name
+
+    def close(self) -> None:
+        for sandbox in self.started:
+            sandbox.close()
+
+
+class ScriptedGrader(Live):
+    """A `Grader` whose verdict is a function of the patch; `patches` holds what it judged."""
+
+    def __init__(self, verdict: Callable[[bytes], Verdict]):
+        self._verdict = verdict
+        self.patches: list[bytes] = []
+
+    def grade(self, task: Task, patch: bytes) -> Verdict:
+        self.patches.append(patch)
+        return self._verdict(patch)
 
 
 class FaultyEnv(gym.Wrapper[str, str, str, str]):

@@ -527,7 +527,7 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(tmp_path, monkeypatch)
         process.kill()
     soon(lambda: all(gone(pid) for pid in pids))
     assert list(directory.glob("worker-*/nle*"))
-    others = ["nle1234", "metagym-nle-x-1", f"metagym-nle-{os.getpid()}-{worker._started(os.getpid())}"]
+    others = ["nle1234", "metagym-nle-x-1", f"metagym-nle-{os.getpid()}-{worker.process_start(os.getpid())}"]
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / "metagym-nle-1-1").symlink_to(tmp_path / "nle1234")

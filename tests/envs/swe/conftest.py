@@ -1,0 +1,141 @@
+"""A Docker engine and an image for it, made without a registry."""
+
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from metagym.envs.swe.bubblewrap import BubblewrapFactory, own
+from metagym.envs.swe.docker import DockerFactory
+from metagym.envs.swe.local import LocalFactory
+from metagym.types import Mount
+
+IMAGE = "metagym-test:skeleton"
+USR = Mount("/usr", "/usr")
+
+
+def _skeleton() -> bytes:
+    """A root file system without content: /usr comes by a mount."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name in ("usr", "proc", "sys", "dev", "etc", "tmp", "data", "testbed"):
+            info = tarfile.TarInfo(name)
+            info.type, info.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o777
+            tar.addfile(info)
+        for name in ("bin", "sbin", "lib", "lib64"):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = tarfile.SYMTYPE, f"usr/{name}"
+            tar.addfile(info)
+        passwd = b"root:x:0:0::/:/bin/bash\nagent:x:1000:1000::/tmp:/bin/bash\n"
+        info = tarfile.TarInfo("etc/passwd")
+        info.size = len(passwd)
+        tar.addfile(info, io.BytesIO(passwd))
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="session")
+def docker_host(tmp_path_factory):
+    """The address of an engine: `$DOCKER_HOST`, or one of its own that is started and ended here."""
+    if os.environ.get("DOCKER_HOST"):
+        yield os.environ["DOCKER_HOST"]
+        return
+    if shutil.which("dockerd") is None or os.getuid() != 0:
+        pytest.skip("no dockerd that could be started: install docker.io, or set DOCKER_HOST")
+    folder = tmp_path_factory.mktemp("dockerd")
+    options = ["--iptables=false", "--ip6tables=false", "--bridge=none"]
+    for name in ("data", "exec"):
+        options.append(f"--{name}-root={folder / name}")
+    host = f"unix://{folder}/docker.sock"
+    log = (folder / "log").open("wb")
+    command = ["dockerd", "-H", host, f"--pidfile={folder}/docker.pid", *options]
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        for _ in range(300):
+            if (folder / "docker.sock").exists() or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        if process.poll() is not None:
+            pytest.fail(f"dockerd did not start:\n{(folder / 'log').read_text()[-2000:]}")
+        yield host
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        log.close()
+
+
+@pytest.fixture(scope="session")
+def docker_image(docker_host):
+    """The name of an image with a volume and nothing in it but links into /usr."""
+    import docker
+
+    client = docker.DockerClient(base_url=docker_host)
+    repository, tag = IMAGE.split(":")
+    client.api.import_image_from_data(_skeleton(), repository=repository, tag=tag, changes=["VOLUME /data"])
+    client.close()
+    return IMAGE
+
+
+@pytest.fixture
+def bubblewrap(tmp_path):
+    factory = BubblewrapFactory(ledger=tmp_path / "ledger")
+    yield factory
+    factory.close()
+
+
+@pytest.fixture
+def docker(tmp_path, docker_host, docker_image):
+    factory = DockerFactory(host=docker_host, ledger=tmp_path / "ledger", user="1000:1000")
+    yield factory
+    factory.close()
+
+
+@pytest.fixture
+def local():
+    with pytest.warns(UserWarning, match="isolates nothing"):
+        factory = LocalFactory()
+    yield factory
+    factory.close()
+
+
+@pytest.fixture
+def repo(tmp_path) -> Path:
+    """A folder to mount copy-on-write at /testbed."""
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    (folder / "a.txt").write_text("hi\n")
+    own(folder)
+    return folder
+
+
+def _starter(request, repo):
+    factory = request.getfixturevalue(request.param)
+
+    def start(**kwargs):
+        mounts = [Mount(str(repo), "/testbed", write=True)]
+        if request.param == "docker":
+            return factory.start(IMAGE, [USR, *mounts], **kwargs)
+        return factory.start("host", mounts, **kwargs)
+
+    start.kind, start.factory = request.param, factory
+    return start
+
+
+@pytest.fixture(params=["bubblewrap", "docker", "local"])
+def start(request, repo):
+    """Starts a sandbox of a kind with `repo` in it; its attributes say which kind and factory."""
+    return _starter(request, repo)
+
+
+@pytest.fixture(params=["bubblewrap", "docker"])
+def start_isolated(request, repo):
+    """Like `start`, without the kind that isolates nothing."""
+    return _starter(request, repo)
