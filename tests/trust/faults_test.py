@@ -36,10 +36,10 @@ class Letters:
     end_of_turn = None
     stop_token_ids = ()
 
-    def render(self, messages, *, generation_prompt, prefix=""):
+    def render(self, messages, *, generation_prompt, prefix="", tools=()):
         return [len(m.content) % 13 for m in messages]
 
-    def extend(self, messages, known, *, prefix=""):
+    def extend(self, messages, known, *, prefix="", tools=(), history="branch"):
         return None
 
     def decode(self, ids):
@@ -154,7 +154,13 @@ def assert_refilled(warm, records, episodes, failed, stop="infra"):
     assert sum(r["episodes/failed"] for r in records) == failed
     assert sum(r[f"stop/{stop}"] for r in records) == failed
     assert all(r["episodes/missing"] == 0 for r in records)
-    counts = ("episodes/failed", "episodes/played", f"stop/{stop}")
+    counts = (
+        "episodes/failed",
+        "episodes/failed_share",
+        "episodes/wasted",
+        "episodes/played",
+        f"stop/{stop}",
+    )
     for a, b in zip(records, clean, strict=True):
         for name in b:
             if name not in counts and not name.startswith("time/"):
