@@ -1,8 +1,8 @@
 """The embedded engine: generation in this process, on the models of `metagym.models`.
 
 One worker thread owns the device. Requests are batched continuously into a few fixed shapes, each compiled
-once: `extend` (S sequences read C tokens each; C is 1 when decoding), `sample`, and `copy` of pages. The KV
-cache is paged; `pages.py` says who owns what:
+once: `extend` (S sequences read C tokens each), `sample`, `decode` (S sequences read and sample several
+tokens each), and `copy` of pages. The KV cache is paged; `pages.py` says who owns what:
 
 - A prompt that begins as an earlier conversation did reads that part from the cache, in steps of a page.
   While one sequence computes a page, others that need the same one wait for it.
@@ -36,6 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from metagym.errors import ContextOverflowError, EngineError, InputError
 from metagym.live import Live
 from metagym.models import Llama, init_cache
+from metagym.models.decode import Limits, decode, split_layers
 from metagym.proxy.backends.pages import Entry, Node, PageTable
 from metagym.proxy.backends.sampling import Rows, sample
 from metagym.types import Generation, Sampling
@@ -55,6 +56,9 @@ _COUNTS = (
 )
 FIXED_ROWS = 8  # sequences in the one tile of a deterministic engine
 _DISPATCH_COST = 24  # what one dispatch costs apart from its tokens, in tokens
+_STEPS = 16  # of decoding in one dispatch, at most
+_PATIENCE = 4  # steps after which a dispatch is left as soon as a sequence has ended, for others to join
+_STOPS = 4  # stop tokens of a sequence that a dispatch knows; what stops only by others is cut afterwards
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,6 @@ class EmbeddedBackend(Live):
         self._vocab, self._dtype = config.vocab_size, jnp.dtype(dtype)
         self.deterministic = deterministic
         self._tiles = tiles or (Tiles.fixed if deterministic else Tiles.default)(slots, context, page_size)
-        self._decode_tokens = page_size if deterministic else 1  # of each sequence in a decoding step
         self._graphdef, params = nnx.split(model)
         leaf = jax.tree.leaves(params)[0]
         if isinstance(leaf.sharding, NamedSharding):
@@ -162,6 +165,8 @@ class EmbeddedBackend(Live):
         else:
             self._everywhere = SingleDeviceSharding(next(iter(leaf.devices())))
         self._shardings = jax.tree.map(lambda x: x.sharding, params)
+        platform = next(iter(leaf.devices())).platform
+        self._split = platform == "cpu" and len(leaf.devices()) == 1 and not deterministic
         self._params = self._own(params)
         self._num_hidden = num_hidden = max(1024, 4 * slots) + 1
         self._table = PageTable(num_pages, page_size, num_hidden)
@@ -234,10 +239,10 @@ class EmbeddedBackend(Live):
         structure or shape than the model's."""
         if self._failure is not None:
             raise _again(self._failure)
-        if jax.tree.structure(params) != jax.tree.structure(self._params_shapes):
+        if jax.tree.structure(params) != jax.tree.structure(self._params_shapes[0]):
             raise InputError("the weights to load have another structure than the engine's model")
         leaves = jax.tree_util.tree_leaves_with_path(params)
-        for (path, x), want in zip(leaves, jax.tree.leaves(self._params_shapes), strict=True):
+        for (path, x), want in zip(leaves, jax.tree.leaves(self._params_shapes[0]), strict=True):
             if x.shape != want.shape:
                 name = jax.tree_util.keystr(path)
                 raise InputError(f"the weights to load have {name} of shape {x.shape}, not {want.shape}")
@@ -284,7 +289,13 @@ class EmbeddedBackend(Live):
     def warm_up(self) -> None:
         """Compiles every program now rather than when it is first needed."""
         for width in self._tiles.pages:
-            for s, c in {*self._tiles.prefill, *((s, self._decode_tokens) for s in self._tiles.decode)}:
+            tiles = set(self._tiles.prefill)
+            if self.deterministic:
+                tiles |= {(s, self.page_size) for s in self._tiles.decode}
+            else:
+                for s in self._tiles.decode:
+                    self._compile("decode", self._decode_inputs([], s, width, 1))
+            for s, c in tiles:
                 self._compile("extend", self._extend_inputs([], s, c, width))
         for s in self._tiles.decode:
             self._compile("sample", self._sample_inputs([], s, []))
@@ -469,20 +480,54 @@ class EmbeddedBackend(Live):
                 self._make_writable(r, copies)
         if copies:
             self._dispatch("copy", self._copy_inputs(copies))
-        batch = list(self._decoding)
-        if not batch:
+        if not self._decoding:
             return
-        c = self._decode_tokens
+        if self.deterministic:
+            self._decode_tile()
+            return
+        steps = self._look_ahead()
+        for _, part, s in self._parts(list(self._decoding)):
+            out = self._dispatch("decode", self._decode_inputs(part, s, self._width(part), steps))
+            tokens, logprobs, done = out
+            self._counts["decode_steps"] += int(done)
+            self._counts["decode_padding"] += int(done) * s
+            for r, *sampled in zip(part, tokens[:done].T.tolist(), logprobs[:done].T.tolist(), strict=False):
+                for token, logprob in zip(*sampled, strict=True):
+                    self._counts["decode_padding"] -= 1
+                    self._advance(r)
+                    if self._accept(r, token, logprob):
+                        break
+
+    def _look_ahead(self) -> int:
+        """Gives the sequences pages for several steps, if there are, and returns for how many."""
+        steps = min(_STEPS, max(r.end - len(r.ids) for r in self._decoding))
+        for r in self._decoding:
+            wanted = r.computed + min(steps, r.end - len(r.ids))
+            while len(r.pages) * self.page_size < wanted:
+                page = self._table.alloc()
+                if page is None:
+                    steps = len(r.pages) * self.page_size - r.computed
+                    break
+                r.pages.append(page)
+        return steps
+
+    def _decode_tile(self) -> None:
+        """One step: every sequence computes the page it is in anew, then samples."""
+        batch = list(self._decoding)
         for first, part, s in self._parts(batch):
-            inputs = self._extend_inputs(part, s, c, self._width(part), slot=first)
+            inputs = self._extend_inputs(part, s, self.page_size, self._width(part), slot=first)
             self._dispatch("extend", inputs)
             self._counts["decode_steps"] += 1
-            self._counts["decode_padding"] += s * c - len(part)
+            self._counts["decode_padding"] += s * self.page_size - len(part)
         for r in batch:
-            r.computed += 1
-            if r.computed % self.page_size == 0:
-                self._publish(r, r.computed // self.page_size - 1)
+            self._advance(r)
         self._sample(batch, range(self._num_hidden, self._num_hidden + len(batch)))
+
+    def _advance(self, r: _Request) -> None:
+        """The last token's key and value are in its page."""
+        r.computed += 1
+        if r.computed % self.page_size == 0:
+            self._publish(r, r.computed // self.page_size - 1)
 
     def _sample(self, batch: Sequence[_Request], rows: Sequence[int]) -> None:
         """Samples the next token of each from its row of the hidden states."""
@@ -509,7 +554,8 @@ class EmbeddedBackend(Live):
         else:
             r.pages.append(page)
 
-    def _accept(self, r: _Request, token: int, logprob: float) -> None:
+    def _accept(self, r: _Request, token: int, logprob: float) -> bool:
+        """Appends a token. True: the sequence has ended."""
         sane = bool(np.isfinite(logprob))
         r.ids.append(token)
         r.logprobs.append(logprob)
@@ -517,16 +563,16 @@ class EmbeddedBackend(Live):
         self._counts["sampled_tokens"] += 1
         stopped = token in r.sampling.stop_token_ids
         if sane and not stopped and len(r.ids) < r.end:
-            return
+            return False
         self._decoding.remove(r)
         self._release(r)
         self._poisoned |= not sane
         if not r.future.set_running_or_notify_cancel():
-            return
+            return True
         if not sane:
             what = f"log-prob {logprob} of token {len(r.logprobs) - 1}"
             r.future.set_exception(EngineError(f"{what}: version {self._version} of the weights is broken"))
-            return
+            return True
         generation = Generation(
             np.asarray(r.ids[r.start :], np.int32),
             np.asarray(r.logprobs, np.float32),
@@ -534,6 +580,7 @@ class EmbeddedBackend(Live):
             "stop" if stopped else "length",
         )
         r.future.set_result(generation)
+        return True
 
     def _release(self, r: _Request) -> None:
         self._table.drop(r.pages)
@@ -606,9 +653,25 @@ class EmbeddedBackend(Live):
                 to[row] = self._num_hidden + slot + row
         return tokens, positions, pages, last, to
 
+    def _decode_inputs(self, batch: Sequence[_Request], s: int, width: int, steps: int) -> tuple[Any, ...]:
+        """What `_decode` takes."""
+        tokens, positions = np.zeros(s, np.int32), np.full(s, -1, np.int32)
+        pages, left = np.zeros((s, width), np.int32), np.zeros(s, np.int32)
+        stop = np.full((s, _STOPS), -1, np.int32)
+        for row, r in enumerate(batch):
+            tokens[row], positions[row], left[row] = r.ids[-1], r.computed, r.end - len(r.ids)
+            pages[row, : len(r.pages)] = r.pages
+            known = r.sampling.stop_token_ids[:_STOPS]
+            stop[row, : len(known)] = known
+        limits = Limits(np.asarray(steps, np.int32), np.asarray(_PATIENCE, np.int32), left, stop)
+        return tokens, positions, pages, limits, self._rows(batch, s)
+
     def _sample_inputs(self, batch: Sequence[_Request], s: int, rows: Sequence[int]) -> tuple[Any, ...]:
         where = np.zeros(s, np.int32)
         where[: len(batch)] = rows
+        return where, self._rows(batch, s)
+
+    def _rows(self, batch: Sequence[_Request], s: int) -> Rows:
         how = Rows(
             seed=np.zeros((s, 2), np.uint32),
             step=np.zeros(s, np.int32),
@@ -622,7 +685,7 @@ class EmbeddedBackend(Live):
             how.step[i] = len(r.ids) - r.start
             how.temperature[i], how.top_p[i] = r.sampling.temperature, r.sampling.top_p
             how.top_k[i], how.min_p[i] = r.sampling.top_k, r.sampling.min_p
-        return where, how
+        return how
 
     def _copy_inputs(self, copies: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
         pairs = np.zeros((2, self.slots), np.int32)  # the rest copies the scratch page to itself
@@ -646,15 +709,17 @@ class EmbeddedBackend(Live):
         return self._programs[key]
 
     def _own(self, params: Any) -> Any:
-        """A copy of `params` laid out as the engine's, matrices in its dtype. Norms and the embedding stay as
-        they are: they are not operands of matrix products only."""
+        """A copy of `params` laid out as the engine's, matrices in its dtype, and one as `decode` wants it,
+        or None. Norms and the embedding stay as they are: they are not operands of matrix products only."""
 
         def own(path: Any, x: jax.Array, sharding: Any) -> jax.Array:
             y = jax.device_put(x, sharding, may_alias=False)
             keep = any(word in str(path[-2:]) for word in ("norm", "embed"))
             return y if keep or y.dtype == self._dtype else y.astype(self._dtype)
 
-        return jax.block_until_ready(jax.tree_util.tree_map_with_path(own, params, self._shardings))
+        params = jax.block_until_ready(jax.tree_util.tree_map_with_path(own, params, self._shardings))
+        layers = split_layers(cast(Llama, nnx.merge(self._graphdef, params))) if self._split else None
+        return params, jax.block_until_ready(jax.device_put(layers, self._everywhere))
 
 
 def _again(failure: EngineError) -> EngineError:
@@ -673,27 +738,41 @@ def _compiled(kind: str, graphdef: Any, dtype: Any, tree: Any, shapes: tuple[Any
     return jax.jit(function, donate_argnums=1, out_shardings=layout).lower(params, state, *inputs).compile()
 
 
-# Programs: (params, (cache, hidden rows), inputs) -> ((cache, hidden rows), what is sampled)
+# Programs: (weights from `_own`, (cache, hidden rows), inputs) -> ((cache, hidden rows), what is sampled)
 
 
-def _extend(graphdef, dtype, params, state, tokens, positions, pages, last, to):
+def _extend(graphdef, dtype, weights, state, tokens, positions, pages, last, to):
     """Reads tokens `[S, C]`; hidden row `to[s]` becomes that of token `last[s]` of sequence s."""
-    model, (cache, rows) = cast(Llama, nnx.merge(graphdef, params)), state
+    model, (cache, rows) = cast(Llama, nnx.merge(graphdef, weights[0])), state
     hidden, cache = model.extend(cache, tokens, positions, pages, compute_dtype=dtype)
     ends = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return (cache, rows.at[to].set(ends)), ()
 
 
-def _sample(graphdef, dtype, params, state, where, how):
+def _sample(graphdef, dtype, weights, state, where, how):
     """Samples from the hidden states in rows `where`."""
-    model = cast(Llama, nnx.merge(graphdef, params))
+    model = cast(Llama, nnx.merge(graphdef, weights[0]))
     return state, sample(model.logits(state[1][where], compute_dtype=dtype), how)
 
 
-def _copy(graphdef, dtype, params, state, pairs):
+def _decode(graphdef, dtype, weights, state, tokens, positions, pages, limits, how):
+    """Samples up to `_STEPS` tokens of each sequence; see `metagym.models.decode`."""
+    (params, layers), (cache, rows) = weights, state
+    model = cast(Llama, nnx.merge(graphdef, params))
+
+    def draw(logits: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return sample(logits, how._replace(step=how.step + step))
+
+    *sampled, cache = decode(
+        model, layers, cache, tokens, positions, pages, limits, draw, most=_STEPS, compute_dtype=dtype
+    )
+    return (cache, rows), tuple(sampled)
+
+
+def _copy(graphdef, dtype, weights, state, pairs):
     """Copies pages `pairs[0]` to pages `pairs[1]`."""
     cache, rows = state
     return (jax.tree.map(lambda x: x.at[:, pairs[1]].set(x[:, pairs[0]]), cache), rows), ()
 
 
-_PROGRAMS = {"extend": _extend, "sample": _sample, "copy": _copy}
+_PROGRAMS = {"extend": _extend, "sample": _sample, "decode": _decode, "copy": _copy}

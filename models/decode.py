@@ -1,0 +1,152 @@
+"""Several steps of decoding in one program: read a token of each sequence, sample the next, and again.
+
+The pages of each sequence are gathered once, into keys and values that lie as attention reads them; what the
+steps add goes into columns behind them, and into the pages at the end. The layers are unrolled over weights
+of their own: a loop over stacked weights copies each layer before its products, which at a few rows takes as
+long as the products. Letters in shapes as in `decoder.py`; M steps, T columns of gathered context.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from metagym.models.attention import MASKED, dot_batched
+from metagym.models.decoder import Cache, Decoder, rms_norm, rotary
+
+Sample = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class Limits(NamedTuple):
+    """When decoding ends."""
+
+    steps: jax.Array | np.ndarray  # i32, at most M
+    patience: jax.Array | np.ndarray  # i32: after so many steps it ends as soon as any sequence has
+    left: jax.Array | np.ndarray  # i32 [S], tokens until a sequence ends
+    stop: jax.Array | np.ndarray  # i32 [S, E], tokens that end it; -1: none
+
+
+_MATRICES = ("qkv", "out", "gate_up", "down")
+
+
+def split_layers(model: Decoder) -> list[dict[str, np.ndarray]]:
+    """The weights of each layer for `decode` on a CPU, arrays of the host: matrices as [outputs, inputs],
+    the layout of their fastest product with a few rows."""
+    c = model.config
+    D, F = c.hidden_size, c.intermediate_size
+    inputs = {"qkv": D, "out": c.num_attention_heads * c.head_dim, "gate_up": D, "down": F}
+
+    def one(name: str, x: np.ndarray) -> np.ndarray:
+        dense = name in _MATRICES and not (c.num_experts and name in ("gate_up", "down"))
+        return np.array(x.reshape(inputs[name], -1).T if dense else x, order="C")
+
+    stacked = {name: np.asarray(x) for name, x in model._stacked().items()}
+    return [{name: one(name, x[i]) for name, x in stacked.items()} for i in range(c.num_hidden_layers)]
+
+
+def _layers(model: Decoder, split: Sequence[Mapping[str, jax.Array]] | None) -> list[dict[str, jax.Array]]:
+    """Each layer as the model's methods take it. XLA makes one product of a transposition and a product."""
+    if split is None:
+        stacked = model._stacked()
+        return [{name: x[i] for name, x in stacked.items()} for i in range(model.config.num_hidden_layers)]
+    return [{name: x.T if name in _MATRICES and x.ndim == 2 else x for name, x in w.items()} for w in split]
+
+
+def decode(
+    model: Decoder,
+    split: Sequence[Mapping[str, jax.Array]] | None,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    page_table: jax.Array,
+    limits: Limits,
+    sample: Sample,
+    *,
+    most: int,
+    compute_dtype: Any = jnp.float32,
+) -> tuple[jax.Array, jax.Array, jax.Array, Cache]:
+    """Reads the last token of each of S sequences, samples the next one, and so on, for up to `most` = M
+    steps. Returns tokens i32 `[M, S]`, their log-probs f32 `[M, S]`, the number of steps done, and the cache.
+    `split`: the weights once more, from `split_layers`, if there are.
+
+    tokens, positions: i32 `[S]`, a negative position is padding. page_table i32 `[S, P]` as in
+    `Decoder.extend`; what a sequence has no page for goes to the scratch page. `sample(logits f32 [S, V],
+    step i32)` gives token and log-prob of each row. Rows that have ended sample on: cut them at their end.
+    """
+    c, (S, P), layers = model.config, page_table.shape, _layers(model, split)
+    page_size, K = cache.k.shape[2], c.num_key_value_heads
+    T = P * page_size
+    valid = positions >= 0
+    old = jnp.arange(T + most) < jnp.minimum(positions, T)[:, None]  # [S, T + M]
+
+    def gather(pages: jax.Array) -> jax.Array:  # [pages, page_size, K, h] -> [S * K, T + M, h]
+        x = jnp.moveaxis(pages[page_table].reshape(S, T, K, c.head_dim), 2, 1)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, most), (0, 0))).reshape(S * K, T + most, c.head_dim)
+
+    context = [tuple(gather(pages[n]) for pages in cache[:2]) for n in range(len(layers))]
+    routing = None
+    if cache.routing is not None:
+        routing = jnp.zeros((len(layers), most, S, cache.routing.shape[-1]), jnp.int32)
+    made = (jnp.zeros((most, S), jnp.int32), jnp.zeros((most, S), jnp.float32))
+
+    def going(state: Any) -> jax.Array:
+        i, ended = state[:2]
+        return (i < limits.steps) & ~ended.all() & ((i < limits.patience) | ~(ended & valid).any())
+
+    def step(state: Any) -> Any:
+        i, ended, token, context, routing, made = state
+        cos, sin = rotary(c, (positions + i)[:, None])
+        column = jnp.arange(T + most)
+        visible = old | ((column >= T) & (column <= T + i))
+        x, grown, chosen = model._embed(token[:, None]), [], []
+        for w, (keys, values) in zip(layers, context, strict=True):
+            q, k, v = model._project(w, x, cos, sin, compute_dtype)
+            k, v = (
+                lax.dynamic_update_slice(into, new.reshape(S * K, 1, -1).astype(into.dtype), (0, T + i, 0))
+                for into, new in ((keys, k), (values, v))
+            )
+            grown.append((k, v))
+            x, experts = model._finish(w, x, _attention(q, k, v, visible, compute_dtype), compute_dtype)
+            chosen.append(experts)
+        if routing is not None:
+            routing = lax.dynamic_update_slice(routing, jnp.stack(chosen)[:, None, :, 0], (0, i, 0, 0))
+        x = rms_norm(x, model.norm[...], c.rms_norm_eps)
+        token, logprob = sample(model.logits(x[:, 0], compute_dtype=compute_dtype), i)
+        made = tuple(
+            lax.dynamic_update_slice(m, y[None], (i, 0)) for m, y in zip(made, (token, logprob), strict=True)
+        )
+        ended = ended | (token[:, None] == limits.stop).any(1) | (i + 1 >= limits.left)
+        return i + 1, ended, token, grown, routing, made
+
+    start = (jnp.zeros((), jnp.int32), ~valid, tokens, context, routing, made)
+    done, _, _, context, routing, made = lax.while_loop(going, step, start)
+
+    at = positions[:, None] + jnp.arange(most)  # [S, M]
+    write = valid[:, None] & (jnp.arange(most) < done) & (at < T)
+    page = jnp.take_along_axis(page_table, jnp.clip(at // page_size, 0, P - 1), axis=1)
+    page, slot = jnp.where(write, page, 0), jnp.where(write, at % page_size, 0)
+
+    def new(which: int) -> jax.Array:  # [N, S, M, K, h]
+        x = jnp.stack([kv[which][:, T:] for kv in context])
+        return jnp.moveaxis(x.reshape(len(layers), S, K, most, c.head_dim), 2, 3)
+
+    def put(pages: jax.Array, x: jax.Array) -> jax.Array:
+        return pages.at[:, page, slot].set(x)
+
+    cache = cache._replace(k=put(cache.k, new(0)), v=put(cache.v, new(1)))
+    if cache.routing is not None and routing is not None:
+        cache = cache._replace(routing=put(cache.routing, jnp.moveaxis(routing, 1, 2)))
+    return *made, done, cache
+
+
+def _attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, dtype: Any) -> jax.Array:
+    """q [S, 1, K, G, h] over keys and values [S * K, T, h]; visible [S, T] -> [S, 1, K, G, h]."""
+    S, _, K, G, h = q.shape
+    s = dot_batched((q * h**-0.5).reshape(S * K, G, h), keys, (2, 2), dtype)
+    s = jnp.where(visible[:, None, None], s.reshape(S, K, G, -1), MASKED).reshape(s.shape)
+    p = jnp.exp(s - s.max(-1, keepdims=True))
+    out = dot_batched(p, values, (2, 1), dtype) / p.sum(-1, keepdims=True)
+    return out.reshape(q.shape)
