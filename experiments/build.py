@@ -46,6 +46,7 @@ from metagym.proxy.backends.embedded import EmbeddedBackend, Tiles
 from metagym.proxy.render import Renderer
 from metagym.proxy.session import Session
 from metagym.rl import advantages, algorithms, losses, shaping
+from metagym.rl.health import Rule
 from metagym.rl.rollouts import Episode, Request
 from metagym.rl.shaping import Penalty
 from metagym.rl.train_step import Policy, make_optimizer
@@ -312,6 +313,10 @@ def build_env(config: Config, **override: Any) -> gym.Env[str, str]:
         raise UnknownNameError("env", world.id, ours) from error
     except (TypeError, gym.error.Error) as error:
         raise InputError(f"{world.id}: {error}") from error
+
+
+def build_rules(config: Config) -> list[Rule]:
+    return [call(f"stop_rules.{name}", Rule, plain(row)) for name, row in config.stop_rules.items()]
 
 
 class EnvPool:

@@ -7,6 +7,7 @@ and in train.py; below, everything takes plain arguments.
 
 import argparse
 import json
+import math
 import re
 import runpy
 import traceback
@@ -18,6 +19,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from metagym.errors import InputError, MetaGymError, UnknownNameError
+from metagym.rl.metrics import write_whole
 
 Config: TypeAlias = Any  # a ConfigDict; its fields have no static types
 
@@ -25,7 +27,7 @@ CONFIGS = Path(__file__).parent / "configs"
 SECRET = re.compile(r"token$|secret|password|passwd|api_?key|credential", re.IGNORECASE)
 HIDDEN = "<secret, not recorded>"
 # Mappings that a config file fills with names of its own.
-OPEN = ("world.kwargs", "agent.args", "algorithm.args", "penalties", "evaluate")
+OPEN = ("world.kwargs", "agent.args", "algorithm.args", "penalties", "stop_rules", "evaluate")
 POSITIVE = (
     "steps",
     "group_size",
@@ -47,6 +49,8 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "seed",
     "retries",
+    "rollout.staleness",
+    "rollout.refill",
     "agent.max_turns",
     "sampling.token_budget",
     "engine.num_pages",
@@ -107,6 +111,11 @@ def base() -> Config:
     c.group_size = 8  # episodes of each task
     c.max_workers = 64  # episodes at the same time
 
+    c.rollout = ConfigDict()
+    c.rollout.staleness = 0  # pushes of weights that episodes may be behind; 0: played while training waits
+    c.rollout.in_order = True  # steps take groups in the order of their tasks; False: as they are complete
+    c.rollout.refill = 0  # groups of a step that are replaced because their outcomes are equal, at most
+
     c.algorithm = ConfigDict()
     c.algorithm.name = "grpo"
     c.algorithm.args = ConfigDict()  # what the algorithm's function takes
@@ -145,13 +154,14 @@ def base() -> Config:
     c.retries = 2  # of an episode that failed for a reason that is not the agent's
     c.episode_timeout_s = 0.0  # after which an episode counts as failed, because something hangs; 0: never
     c.max_distance = 1.0  # nats between the sampler's and the trainer's log-prob of a token, or the run stops
+    c.stop_rules = ConfigDict()  # when else a run stops: a name -> rule(...)
     c.checkpoint_every = 0  # steps; 0: only at the end
     c.checkpoints_kept = 2  # the newest
     c.record_traces = False  # token ids and log-probs in episodes/*.jsonl
     c.evaluate_every = 0  # steps; 0: only before and after
     c.evaluate = ConfigDict()  # what is measured: a name -> evaluation(...)
     c.lock()
-    for mapping in (c.world.kwargs, c.agent.args, c.algorithm.args, c.penalties, c.evaluate):
+    for mapping in (c.world.kwargs, c.agent.args, c.algorithm.args, c.penalties, c.stop_rules, c.evaluate):
         mapping.unlock()
     return c
 
@@ -171,6 +181,12 @@ def evaluation(
     """
     row = {"types": tuple(types), "split": split, "episodes": episodes, "during": during}
     return ConfigDict({**row, "kwargs": dict(kwargs or {})})
+
+
+def rule(metric: str, *, low: float = -math.inf, high: float = math.inf, steps: int = 1) -> Config:
+    """A rule of `stop_rules`: the run stops when the metric was outside of [low, high] in so many steps in a
+    row."""
+    return ConfigDict({"metric": metric, "low": float(low), "high": float(high), "steps": steps})
 
 
 def fields(config: Config, prefix: str = "") -> dict[str, Any]:
@@ -194,7 +210,7 @@ def public(config: Config) -> dict[str, Any]:
 
 
 def write(config: Config, workdir: Path) -> None:
-    (workdir / "config.json").write_text(json.dumps(public(config), indent=2) + "\n")
+    write_whole(workdir / "config.json", json.dumps(public(config), indent=2) + "\n")
 
 
 def available() -> dict[str, str]:
@@ -297,6 +313,11 @@ def check(config: Config) -> None:
     for path in NOT_NEGATIVE:
         if not got[path] >= 0:
             raise InputError(f"config field {path!r} must not be negative, got {got[path]!r}.")
+    for name, row in config.stop_rules.items():
+        if not isinstance(row, ConfigDict) or set(row) != set(rule("")):
+            raise InputError(
+                f"config field 'stop_rules.{name}' must be made by rule(...) in experiments/config.py."
+            )
     for name, row in config.evaluate.items():
         if not isinstance(row, ConfigDict) or set(row) != set(evaluation()):
             raise InputError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from metagym.rl.metrics import wilson
+from metagym.rl.metrics import wilson, write_whole
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def write(curve: Curve, path: Path, **more: object) -> None:
         step: {name: {"rate": s.rate, **asdict(s)} for name, s in by_name.items()}
         for step, by_name in sorted(curve.items())
     }
-    path.write_text(json.dumps({"scores": scores, **more}, indent=2) + "\n")
+    write_whole(path, json.dumps({"scores": scores, **more}, indent=2) + "\n")
 
 
 def read(path: Path) -> dict[int, dict[str, Score]]:

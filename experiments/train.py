@@ -30,6 +30,7 @@ from metagym.experiments.results import Score
 from metagym.experiments.tracking import Console, Together
 from metagym.proxy.backends.embedded import EmbeddedBackend
 from metagym.rl import checkpoint, loop
+from metagym.rl.health import matmul_rate
 from metagym.rl.metrics import EpisodeWriter, TensorBoardTracker, read_jsonl
 from metagym.rl.rollouts import Episode, Request, TaskStream, ThreadExecutor, collect
 from metagym.rl.train_step import Policy, init_state
@@ -46,6 +47,7 @@ FREE_ON_RESUME = (
     "retries",
     "episode_timeout_s",
     "max_distance",
+    "stop_rules",
     "record_traces",
     "mesh",
     "engine",
@@ -204,9 +206,14 @@ def train(config: Config, workdir: Path, *, resume: bool = False, stream: TextIO
                 max_workers=config.max_workers,
                 retries=config.retries,
                 timeout_s=config.episode_timeout_s or None,
+                staleness=config.rollout.staleness,
+                in_order=config.rollout.in_order,
+                refill=config.rollout.refill,
                 evaluate=evaluate if p.evaluations else None,
                 evaluate_every=config.evaluate_every or config.steps,
                 max_distance=config.max_distance,
+                rules=build.build_rules(config),
+                peak_flops=matmul_rate(build.dtype(config.model.compute_dtype), devices=p.mesh.devices.flat),
                 record_traces=config.record_traces,
                 resume=resume,
             )
