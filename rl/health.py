@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class Watch:
         return [text for _, text in sorted(found, key=lambda f: -f[0])[:most]]
 
 
-def matmul_rate(dtype: Any = jnp.float32, *, devices: Sequence[Any] | None = None) -> float:
+def matmul_rate(dtype: Any = jnp.float32, *, devices: Iterable[Any] | None = None) -> float:
     """Floating-point operations per second of square matrix products, all devices together: what this
     machine reaches, rather than what is printed on it. Takes about half a second on a CPU."""
     devices = jax.devices() if devices is None else list(devices)
