@@ -133,6 +133,11 @@ def steps(directory: Path) -> list[int]:
     return [int(p.name) for p in _found(directory)]
 
 
+def newest(directory: Path) -> int | None:
+    """The step of the newest complete checkpoint, None if there is none."""
+    return next((int(p.name) for p in _found(directory) if broken(p) is None), None)
+
+
 def broken(path: Path) -> str | None:
     """What is wrong with a checkpoint, in a sentence; None if it is complete and every byte as it was
     written."""

@@ -37,7 +37,7 @@ from metagym.rl.health import WINDOW, Rule, Watch, training_flops
 from metagym.rl.metrics import EpisodeWriter, MetricsWriter, cut_back, is_evaluation, read_jsonl
 from metagym.rl.rollouts import Episode, Request, Rollouts, RolloutStream, TaskStream, ThreadExecutor
 from metagym.rl.shaping import teaches, with_kl
-from metagym.rl.train_step import Policy, make_train_step, state_shardings
+from metagym.rl.train_step import Policy, init_state, make_train_step, state_shardings
 from metagym.rl.types import Algorithm, Batch, TrainState
 from metagym.types import Group, Trajectory
 
@@ -127,7 +127,7 @@ def train(
     mesh: Mesh,
     backend: Backend,
     episode: Episode,
-    tasks: TaskStream,
+    tasks: TaskStream | Callable[[], TaskStream],
     steps: int,
     groups_per_step: int,
     group_size: int,
@@ -155,12 +155,15 @@ def train(
     rules: Sequence[Rule] = (),
     peak_flops: float = 0.0,
     record_traces: bool = False,
+    first: int = 0,
+    last: int | None = None,
     resume: bool = False,
 ) -> TrainState:
     """Trains for `steps` steps in all, of `groups_per_step` tasks times `group_size` episodes; returns the
     last state.
 
     state: as `init_state` made it; consumed (donated, or given up for a checkpoint's).
+    tasks: or what makes the stream, once the run directory is cut back to where training goes on.
     rows, length: shape of a micro-batch. minibatches: updates a step. align: of segment starts in a row.
     reference: parameters that a KL term is measured against, in arrays of their own.
     executor: runs the episodes; `max_workers` threads if None. retries: of a failed episode. timeout_s:
@@ -176,6 +179,9 @@ def train(
     max_distance: the run stops when a trainer's log-prob is further than this many nats from the sampler's,
         for the same weights. rules: further ones.
     peak_flops: operations per second that the devices reach, for the share of them that training uses.
+    first, last: a phase of the run, the steps after `first` up to `last`, the default all. It begins at the
+        checkpoint of step `first` with a fresh optimizer, behind the tasks that were taken by then, and ends
+        with a checkpoint; what belongs to the end of the run is left to the phase that ends at `steps`.
     resume: goes on from the newest complete checkpoint in `workdir`, or starts there if there is none.
 
     A step whose groups teach nothing (equal outcomes) makes no update and counts as a step.
@@ -196,13 +202,17 @@ def train(
     )
     if algorithm.kl is not None and reference is None:
         raise InputError(f"algorithm {algorithm.name} has a KL term and needs reference parameters")
+    last = steps if last is None else min(last, steps)
     checkpoints = workdir / "checkpoints"
     executor = ThreadExecutor(max_workers) if executor is None else executor
     with contextlib.ExitStack() as stack:
         stack.enter_context(_locked(workdir))
         stop = stack.enter_context(StopSignals())
         checkpoint.prepare(checkpoints)
-        state, progress = _begin(workdir, state, tasks, resume)
+        state, progress, tasks = _begin(workdir, state, tasks, resume, first)
+        if first and progress.step == first:
+            fresh = init_state(state.params, optimizer, jax.random.key(0), mesh)
+            state = dataclasses.replace(state, opt_state=fresh.opt_state)
         saved = progress.step or -1
         intact = True  # the state is that of `progress`
         writer = stack.enter_context(contextlib.closing(MetricsWriter(workdir / "metrics.jsonl")))
@@ -214,7 +224,7 @@ def train(
         bound = Rule("sampler/max", high=max_distance, hint=DISTANT)
         watch = Watch((bound, *rules), _recent(workdir) if progress.step else ())
         flops = training_flops(state.params, 1)
-        if tracker is not None and progress.step:
+        if tracker is not None and progress.step > first:
             _replay(workdir, progress.step, tracker)
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
@@ -234,7 +244,7 @@ def train(
             tasks,
             groups=groups_per_step,
             group_size=group_size,
-            steps=steps,
+            steps=last,
             seed=seed,
             executor=executor,
             staleness=staleness,
@@ -258,6 +268,8 @@ def train(
         try:
             while True:
                 with stop.interruptible():
+                    if last <= progress.step < steps:
+                        break
                     due = evaluate_every and (progress.step % evaluate_every == 0 or progress.step == steps)
                     if evaluate is not None and due:
                         found = evaluate(progress.step)
@@ -309,7 +321,7 @@ def train(
                 if not skipped:
                     watch.check(step, metrics)
                 intact = True
-                if step == steps or (checkpoint_every and step % checkpoint_every == 0):
+                if step == last or (checkpoint_every and step % checkpoint_every == 0):
                     save()
         except KeyboardInterrupt:
             if (
@@ -345,30 +357,52 @@ def _locked(workdir: Path) -> Iterator[None]:
         yield
 
 
-def _begin(workdir: Path, state: TrainState, tasks: TaskStream, resume: bool) -> tuple[TrainState, _Progress]:
-    """The state and progress to start from, with the run directory cut back to it."""
+def _begin(
+    workdir: Path,
+    state: TrainState,
+    tasks: TaskStream | Callable[[], TaskStream],
+    resume: bool,
+    first: int,
+) -> tuple[TrainState, _Progress, TaskStream]:
+    """The state, progress and tasks to start from, with the run directory cut back to it."""
+
+    def stream() -> TaskStream:
+        return tasks if isinstance(tasks, TaskStream) else tasks()
+
+    found = None
     if not resume:
         if read_jsonl(workdir / "metrics.jsonl") or checkpoint.steps(workdir / "checkpoints"):
             raise InputError(f"{workdir} holds a run already: resume it, or use another workdir")
-        cut_back(workdir, 0)
-        return state, _Progress(tasks=tasks.state())
-    like, found = checkpoint.abstract(state), None
-    if checkpoint.steps(workdir / "checkpoints"):
+    elif checkpoint.steps(workdir / "checkpoints"):
+        like = checkpoint.abstract(state)
         for x in jax.tree.leaves(state):
             x.delete()  # or two states would be in memory at once
         found = checkpoint.load(workdir / "checkpoints", like)
-    if found is None:
+    else:
         log.info("no checkpoint in %s: starting from the beginning", workdir)
+    at = found[0] if found else 0
+    if at < first:
+        raise InputError(f"the phase after step {first} cannot begin at step {at}")
+    if found is None:
         cut_back(workdir, 0)
-        return state, _Progress(tasks=tasks.state())
+        begun = stream()
+        return state, _Progress(tasks=begun.state()), begun
     _, restored, host = found
     progress = _Progress(**host)
-    tasks.restore(progress.tasks)
-    left = {place for place, _ in progress.open}
+    cursor, left = int(progress.tasks["cursor"]), {place for place, _ in progress.open}
     first_open = min([progress.step, *(step for _, step in progress.open)])
-    cut_back(workdir, progress.step, lambda g: g < tasks.cursor and g not in left, first_open)
-    log.info("resuming after step %d", progress.step)
-    return restored, progress
+    new = bool(first) and progress.step == first
+    if isinstance(tasks, TaskStream) and not new:
+        tasks.restore(progress.tasks)  # other tasks are refused before anything is cut back
+    cut_back(workdir, progress.step, lambda g: g < cursor and g not in left, first_open)
+    begun = stream()
+    if new:  # these may be other tasks: the position alone goes on
+        begun.cursor = cursor
+        progress = dataclasses.replace(progress, tasks=begun.state(), open=())
+    else:
+        begun.restore(progress.tasks)
+        log.info("resuming after step %d", progress.step)
+    return restored, progress, begun
 
 
 def _recent(workdir: Path) -> list[dict[str, Any]]:
