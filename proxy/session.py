@@ -192,6 +192,11 @@ class Session(Live):
                     self.forced[name] = value
             return Plan(request, whole, parent, self._tree.root(group), signature, twin)
 
+    def count_tokens(self, request: Request) -> int:
+        """How many tokens the prompt of a request has. Raises InputError."""
+        parent, prompt = self._render(self.plan(request), counted=False)
+        return parent.length + len(prompt)
+
     def submit(self, plan: Plan) -> Call:
         """Renders what is new, and gives all of it to the backend.
 
@@ -248,7 +253,7 @@ class Session(Live):
         node = Node(
             parent, call.turn, new, (*call.plan.key[parent.count :], *key([message])), call.prompt, rebuilt,
             generation, length + len(generation.tokens), parent.count + len(new), request.agent,
-            bool(request.tools), call.plan.signature, delivered=not self._retries,
+            request.tools, call.plan.signature, delivered=not self._retries,
         )  # fmt: skip
         with self._lock:
             self._running.discard(call.future)
@@ -343,7 +348,7 @@ class Session(Live):
         if self.ended is not None:
             raise self.ended
 
-    def _render(self, plan: Plan) -> tuple[Node, np.ndarray]:
+    def _render(self, plan: Plan, counted: bool = True) -> tuple[Node, np.ndarray]:
         """(the call to continue, the tokens to append to it)."""
         parent, request = plan.parent, plan.request
         messages, tools = request.messages, request.tools
@@ -361,9 +366,9 @@ class Session(Live):
                 return parent, np.asarray(more, np.int32)
         with self._lock:
             if parent.generation is not None:
-                self._counts["not_append_only"] += 1
+                self._counts["not_append_only"] += counted
             elif self._tree.nodes and any(m.role == "assistant" for m in messages):
-                self._counts["unmatched"] += 1
+                self._counts["unmatched"] += counted
         ids = self._renderer.render(messages, generation_prompt=True, prefix=request.prefix, tools=tools)
         return plan.root, np.asarray(ids, np.int32)
 

@@ -43,7 +43,7 @@ class Node:
     length: int = 0  # tokens from the root to here
     count: int = 0  # messages from the root to here
     agent: str = ""
-    tools: bool = False  # whether the call had tools
+    tools: Sequence[Mapping[str, Any]] = ()  # what the call could use
     request: Hashable = None  # the same for a retry of the same request; None: nothing is a retry of it
     delivered: bool = True
     children: list["Node"] = field(default_factory=list)
