@@ -115,7 +115,8 @@ class _Progress:
     step: int = 0  # training steps finished
     skipped: int = 0  # of them the last so many had no finite update
     tasks: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # behind the last one trained
-    open: Sequence[tuple[int, int]] = ()  # (place, step begun in) of groups before it that were not trained
+    open: Sequence[int] = ()  # places of groups before it that were not trained
+    since: int = 0  # in no earlier step was a group begun that is not trained
 
 
 def train(
@@ -254,7 +255,7 @@ def train(
             retries=retries,
             timeout_s=timeout_s,
             on_end=on_end,
-            again=[place for place, _ in progress.open],
+            again=progress.open,
         )
         stack.callback(stream.close)
 
@@ -299,7 +300,7 @@ def train(
                 skipped = (
                     progress.skipped + 1 if updates["update/skipped"] and not updates["update/applied"] else 0
                 )
-                progress = _Progress(step, skipped, *stream.state())
+                progress = _Progress(step, skipped, **stream.state())
                 whole = max(loaded - ended, 1e-9)
                 ended = loaded
                 metrics |= dict(rollouts.metrics) | updates
@@ -389,12 +390,11 @@ def _begin(
         return state, _Progress(tasks=begun.state()), begun
     _, restored, host = found
     progress = _Progress(**host)
-    cursor, left = int(progress.tasks["cursor"]), {place for place, _ in progress.open}
-    first_open = min([progress.step, *(step for _, step in progress.open)])
+    cursor, left = int(progress.tasks["cursor"]), set(progress.open)
     new = bool(first) and progress.step == first
     if isinstance(tasks, TaskStream) and not new:
         tasks.restore(progress.tasks)  # other tasks are refused before anything is cut back
-    cut_back(workdir, progress.step, lambda g: g < cursor and g not in left, first_open)
+    cut_back(workdir, progress.step, lambda g: g < cursor and g not in left, progress.since)
     begun = stream()
     if new:  # these may be other tasks: the position alone goes on
         begun.cursor = cursor

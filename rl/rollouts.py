@@ -330,7 +330,7 @@ class RolloutStream:
           groups: of a step. group_size: episodes of each. steps: the last step; nothing is begun for later
             ones.
           again: places in the order of tasks, before the position of `tasks`, that are to be played first:
-            what `open` said when the run was saved.
+            what was `open` when the run was saved.
           grace_s: how long `close` waits for running episodes.
         """
         if staleness < 0 or refill < 0:
@@ -381,18 +381,20 @@ class RolloutStream:
             waiting = len(self._open) - len(chosen)
         return self._fresh(played, waiting)
 
-    def state(self) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-        """(the state of the tasks, open groups): what a checkpoint of the step that was taken last needs.
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of the step that was taken last needs: `tasks`, their state, at a position behind
+        the last group that was trained; `open`, the places before it of groups that were not; and `since`,
+        the step in which the first of the groups that are not trained yet was begun.
 
-        What was taken counts as trained. The position in the tasks is behind the last group that was trained;
-        the open ones are those before it that were not, as (place, step in which they were begun). They are
-        to be played again, and so is what was begun behind that position.
+        What was taken counts as trained. Open groups are to be played again, and so is what was begun behind
+        the position.
         """
         with self._changed:
             top = max([self._top, *(p + 1 for p in self._taken)])
             left = {p: g.step for p, g in self._open.items() if p not in self._taken}
-            left |= dict.fromkeys(self._again, self._step)
-            return self._tasks.state() | {"cursor": top}, sorted((p, s) for p, s in left.items() if p < top)
+            places = sorted(p for p in {*left, *self._again} if p < top)
+            since = min([self._step, *left.values()])
+            return {"tasks": self._tasks.state() | {"cursor": top}, "open": places, "since": since}
 
     def close(self) -> None:
         """Begins no further episode and waits for the running ones, `grace_s` seconds at most; what they

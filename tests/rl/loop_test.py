@@ -21,12 +21,18 @@ import pytest
 from metagym.errors import EngineError, InputError, TrainingError
 from metagym.protocols import Backend
 from metagym.rl import checkpoint
+from metagym.rl import loop as loop_module
+from metagym.rl.advantages import of_group
 from metagym.rl.algorithms import grpo
+from metagym.rl.batching import pack
+from metagym.rl.health import Rule
 from metagym.rl.loop import Interrupted, train
+from metagym.rl.losses import truncated_importance
 from metagym.rl.metrics import MetricsWriter, TensorBoardTracker, cut_back, equal_records, read_jsonl, wilson
-from metagym.rl.rollouts import TaskStream
-from metagym.rl.train_step import init_state, make_optimizer
-from metagym.types import Generation, Sampling, StopReason, Task, TokenTrace, Trajectory, Turn
+from metagym.rl.rollouts import Request, TaskStream, seed_of
+from metagym.rl.shaping import teaches
+from metagym.rl.train_step import init_state, make_optimizer, make_train_step, state_shardings
+from metagym.types import Generation, Group, Sampling, StopReason, Task, TokenTrace, Trajectory, Turn
 
 TASKS = [Task(str(i), "arm", "train") for i in range(3)]
 
@@ -80,7 +86,7 @@ def play(backend, request):
         sampled=np.array([False, False, True]),
         trainable=np.array([False, False, True]),
         logprobs=np.concatenate([nan, g.logprobs]),
-        version=np.array([-1, -1, request.version], np.int32),
+        version=np.concatenate([[-1, -1], g.version]).astype(np.int32),
         turn=np.zeros(3, np.int32),
     )
     turn = Turn("pull", str(g.tokens[0]), str(g.tokens[0]), reward)
@@ -176,6 +182,129 @@ def test_it_learns_and_writes_everything_down(tiny, tmp_path):
     assert isinstance(BanditBackend(), Backend)
 
 
+def test_a_staleness_of_0_is_the_synchronous_loop_bit_for_bit(tiny, unbroken):
+    """Play, pack, update, push, one after the other, without the loop, its threads and its files."""
+    mesh, optimizer, algorithm, backend = tiny.make_mesh(), make_optimizer(0.05), grpo(), BanditBackend()
+    state = init_state(tiny.params(0), optimizer, jax.random.key(1), mesh)
+    step = make_train_step(tiny.policy, algorithm, optimizer, mesh, state_shardings(state))
+    tasks = TaskStream(TASKS, seed=0)
+    for number in range(6):
+        backend.load(state.params, int(state.version))
+        groups = []
+        for place in range(4 * number, 4 * number + 4):
+            task, world = tasks.at(place), seed_of(0, 1, place)
+            asked = [
+                Request(task, world, seed_of(0, 1, place, m), int(state.version), number + 1, place, m)
+                for m in range(8)
+            ]
+            groups.append(Group(tuple(play(backend, request) for request in asked)))
+        kept = [g for g in groups if teaches(g)]
+        packed = pack(kept, [of_group(algorithm, g) for g in kept], algorithm, rows=8, length=8)
+        state, _ = step(state, packed.minibatches)
+    assert host(state) == unbroken[1]
+
+
+def late(backend):
+    """Episodes that take up to 15 ms; the engine's weights change meanwhile."""
+
+    def episode(request):
+        time.sleep(0.001 * float(np.random.default_rng(request.sampling_seed).exponential(3)))
+        return play(backend, request)
+
+    return episode
+
+
+ASYNC = {"staleness": 2, "max_workers": 24}
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_episodes_go_on_while_it_trains_and_it_learns(tiny, tmp_path, in_order):
+    backend = BanditBackend()
+    algorithm = grpo(entropy_coef=0.02, correction=truncated_importance)
+    more = {"in_order": in_order, "algorithm": algorithm, **ASYNC}
+    run(tiny, tmp_path, 20, backend=backend, episode=late(backend), **more)
+    steps = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "reward/mean" in r]
+    assert [r["step"] for r in steps] == list(range(1, 21))
+    assert steps[0]["reward/mean"] < 0.45
+    assert np.mean([r["reward/mean"] for r in steps[-3:]]) > 0.7
+    assert max(r["staleness/max"] for r in steps) in (1, 2)
+    assert any("stale/max" in r for r in steps)
+    assert max(r.get("sampler/max", 0) for r in steps) < 1e-5  # of the tokens that these weights sampled
+    assert sorted({e["group"] for e in episodes(tmp_path).values()}) == list(range(80))
+
+
+class Crash(BaseException):
+    """Nothing is saved when this comes."""
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_crashed_and_resumed_no_episode_is_lost_or_trained_twice(tiny, tmp_path, in_order, monkeypatch):
+    trained = []
+
+    def counted(groups, *args, **kwargs):
+        trained.append([(t.task.id, t.seed) for g in groups for t in g.trajectories[:1]])
+        return pack(groups, *args, **kwargs)
+
+    monkeypatch.setattr(loop_module, "pack", counted)
+    backend = BanditBackend()
+    more = {"episode": late(backend), "in_order": in_order, "backend": backend, **ASYNC}
+    more["algorithm"] = grpo(drop_equal=False)
+    saved = []
+    for life, crash in enumerate((5, 9, 12)):
+        log = MetricsWriter.log
+
+        def crashing(self, step, metrics, crash=crash, log=log):
+            log(self, step, metrics)
+            if step == crash:
+                raise Crash
+
+        trained.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(MetricsWriter, "log", crashing)
+            with pytest.raises(Crash):
+                run(tiny, tmp_path, 14, resume=life > 0, **more)
+        since = checkpoint.steps(tmp_path / "checkpoints")[0]
+        saved += trained[: since - len(saved)]
+    trained.clear()
+    run(tiny, tmp_path, 14, resume=True, **more)
+    saved += trained
+    seeds = [seed for step in saved for _, seed in step]
+    assert len(seeds) == len(set(seeds)) == 14 * 4
+    assert set(seeds) == {seed_of(0, 1, place) for place in range(56)}
+    found = episodes(tmp_path)
+    assert sorted((e["group"], e["member"]) for e in found.values()) == [
+        (group, member) for group in range(56) for member in range(8)
+    ]
+
+
+def test_groups_that_teach_nothing_are_replaced(tiny, tmp_path):
+    """One task in three has equal outcomes; with refill the batch is full all the same."""
+    backend = BanditBackend()
+
+    def episode(request):
+        value = 1.0 if request.task.id == "0" else float(request.member % 2)
+        return replace(play(backend, request), outcome=value, reward=value)
+
+    run(tiny, tmp_path, 4, backend=backend, episode=episode, refill=8)
+    steps = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "reward/mean" in r]
+    assert [r["groups/kept"] for r in steps] == [4] * 4
+    assert all(r["groups/played"] == 4 + r["groups/useless"] for r in steps)
+    assert sum(r["groups/refilled"] for r in steps) > 4
+
+
+def test_a_rule_stops_the_run_and_says_what_moved(tiny, tmp_path):
+    rule = Rule("outcome/mean", high=0.8, steps=2)
+    with pytest.raises(TrainingError) as stopped:
+        run(tiny, tmp_path, 30, rules=[rule], checkpoint_every=1)
+    said = str(stopped.value)
+    last = read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"]
+    assert f"step {last}: outcome/mean is" in said
+    assert "outside of [-inf, 0.8], for 2 steps in a row" in said
+    assert "at step 1, " in said
+    assert "What else moved most: " in said
+    assert f"{last:08d}" not in {p.name for p in (tmp_path / "checkpoints").iterdir()}
+
+
 def test_the_same_run_on_eight_devices_learns_too(tiny, tmp_path):
     run(tiny, tmp_path, steps=12, mesh=tiny.make_mesh(4, 2), minibatches=2)
     records = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "reward/mean" in r]
@@ -223,6 +352,40 @@ def test_a_signal_during_an_update_finishes_the_step_first(tiny, tmp_path, unbro
     with pytest.raises(Interrupted, match="after step 4"):
         run(tiny, tmp_path, backend=Backend())
     assert_same_as(unbroken, tmp_path, run(tiny, tmp_path, resume=True))
+
+
+def test_a_signal_before_an_update_has_changed_anything_gives_it_up(tiny, tmp_path, unbroken, monkeypatch):
+    """Three micro-batches; the signal comes in the second of step 4: the third is not computed."""
+    calls = []
+
+    def make(*args, **kwargs):
+        made = make_train_step(*args, **kwargs)
+
+        def gradient(*args):
+            calls.append(args)
+            if len(calls) == before + 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return made.gradient(*args)
+
+        return replace(made, gradient=gradient)
+
+    small = {"rows": 1, "length": 8, "merge_equal": False}
+    monkeypatch.setattr(loop_module, "make_train_step", make)
+    before = 10**9
+    run(tiny, tmp_path / "whole", 4, **small)
+    in_steps = [r["batch/micro_batches"] for r in read_jsonl(tmp_path / "whole" / "metrics.jsonl")
+                if "reward/mean" in r]  # fmt: skip
+    before = int(sum(in_steps[:3]))
+    assert len(calls) == sum(in_steps)
+    assert in_steps[3] > 2
+    calls.clear()
+    with pytest.raises(Interrupted, match="after step 3"):
+        run(tiny, tmp_path / "stopped", 4, **small)
+    assert len(calls) == before + 2
+    assert checkpoint.steps(tmp_path / "stopped" / "checkpoints")[0] == 3
+    state = run(tiny, tmp_path / "stopped", 4, resume=True, **small)
+    other = run(tiny, tmp_path / "whole", 4, resume=True, **small)
+    assert host(state) == host(other)
 
 
 def test_a_damaged_record_is_named(tmp_path):
