@@ -245,10 +245,24 @@ def command(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "metagym doctor",
         description="Says what is installed, what works, what is missing and how to get it.",
-        epilog="Exit code 0: all that is installed works. 1: something is installed and does not work.",
+        epilog="Exit code 0: all that is installed works, or what was compiled fits. 1: something is "
+        "installed and does not work, or does not fit.",
     )
     parser.add_argument("--json", action="store_true", help="a JSON list of name, status, detail and fix")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--compile",
+        metavar="CONFIG",
+        help="compile this config's training step for TPUs instead, and say what it takes (needs libtpu); "
+        "--config.FIELD=VALUE changes the config",
+    )
+    parser.add_argument("--topology", metavar="v5p:4x4x4", help="the TPUs to compile for")
+    options, rest = parser.parse_known_args(arguments)
+    if options.compile:
+        from metagym.experiments import compile
+
+        return compile.command(options, rest)
+    if rest or options.topology:
+        parser.error(f"unexpected without --compile: {' '.join(rest) or '--topology'}")
     found = examine()
     if options.json:
         print(json.dumps([dataclasses.asdict(f) for f in found], indent=2))

@@ -3,15 +3,22 @@
 The online-softmax algorithm of FlashAttention (Dao et al. 2022, arXiv:2205.14135), with the backward pass
 from the saved log-sum-exp. A block of queries visits only the key blocks between the start of its first
 token's segment and itself, so rows packed with many short segments cost what the segments cost.
+
+On a TPU the same is computed by JAX's splash attention kernel. A mesh axis `context` splits the tokens of a
+row: every device has the queries of two chunks of it, an early and a late one, and gathers all keys and
+values.
 """
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from metagym.models import sharding
 
@@ -64,14 +71,15 @@ def _block_of(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
     return y.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def _row_forward(q, k, v, segments, *, block, dtype):
-    """One row: q [K, G, L, h] (scaled), k and v [K, L, h], segments [L] -> out [K, G, L, h], lse [K, G,
-    L]."""
+def _row_forward(q, k, v, segments, *, where, block, dtype):
+    """One row: q [K, G, l, h] (scaled), k and v [K, L, h], segments [L] -> out [K, G, l, h], lse [K, G, l].
+    `where` [l / block]: which block of the row each block of q is."""
     K, G, L, h = q.shape
     first = _first_blocks(segments, block)
 
-    def query_block(i):
-        q_i = _block_of(q, i, block)
+    def query_block(at):
+        n, i = at
+        q_i = _block_of(q, n, block)
 
         def key_block(j, carry):
             top, total, acc = carry
@@ -89,19 +97,20 @@ def _row_forward(q, k, v, segments, *, block, dtype):
         )
         return acc / total[..., None], top + jnp.log(total)
 
-    out, lse = lax.map(query_block, jnp.arange(L // block))
+    out, lse = lax.map(query_block, (jnp.arange(L // block), where))
     return jnp.moveaxis(out, 0, 2).reshape(K, G, L, h), jnp.moveaxis(lse, 0, 2).reshape(K, G, L)
 
 
-def _row_backward(q, k, v, segments, out, lse, dout, *, block, dtype):
+def _row_backward(q, k, v, segments, out, lse, dout, *, where, block, dtype):
     K, G, L, h = q.shape
     first = _first_blocks(segments, block)
     delta = (out * dout).sum(-1)
 
-    def query_block(carry, i):
-        q_i, do_i = _block_of(q, i, block), _block_of(dout, i, block)
-        lse_i = lax.dynamic_slice_in_dim(lse, i * block, block, axis=2)[..., None]
-        delta_i = lax.dynamic_slice_in_dim(delta, i * block, block, axis=2)[..., None]
+    def query_block(carry, at):
+        n, i = at
+        q_i, do_i = _block_of(q, n, block), _block_of(dout, n, block)
+        lse_i = lax.dynamic_slice_in_dim(lse, n * block, block, axis=2)[..., None]
+        delta_i = lax.dynamic_slice_in_dim(delta, n * block, block, axis=2)[..., None]
 
         def key_block(j, carry):
             dq_i, dk, dv = carry
@@ -122,28 +131,106 @@ def _row_backward(q, k, v, segments, out, lse, dout, *, block, dtype):
         dq_i, dk, dv = lax.fori_loop(first[i], i + 1, key_block, (dq_i, *carry))
         return (dk, dv), dq_i.reshape(K, G, block, h)
 
-    zeros = jnp.zeros((K, L, h), jnp.float32)
-    (dk, dv), dq = lax.scan(query_block, (zeros, zeros), jnp.arange(L // block))
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    (dk, dv), dq = lax.scan(query_block, (zeros, zeros), (jnp.arange(L // block), where))
     return jnp.moveaxis(dq, 0, 2).reshape(K, G, L, h), dk, dv
 
 
-def _rows_primal(q, k, v, segments, block, dtype) -> jax.Array:
-    return _rows_fwd(q, k, v, segments, block, dtype)[0]
+def _rows_primal(q, k, v, segments, where, block, dtype) -> jax.Array:
+    return _rows_fwd(q, k, v, segments, where, block, dtype)[0]
 
 
-def _rows_fwd(q, k, v, segments, block, dtype):
-    row = functools.partial(_row_forward, block=block, dtype=dtype)
+def _rows_fwd(q, k, v, segments, where, block, dtype):
+    row = functools.partial(_row_forward, where=where, block=block, dtype=dtype)
     out, lse = checkpoint_name(lax.map(lambda args: row(*args), (q, k, v, segments)), "attention")
-    return out, (q, k, v, segments, out, lse)
+    return out, (q, k, v, segments, where, out, lse)
 
 
 def _rows_bwd(block, dtype, residuals, dout):
-    row = functools.partial(_row_backward, block=block, dtype=dtype)
-    return *lax.map(lambda args: row(*args), (*residuals, dout)), None
+    q, k, v, segments, where, out, lse = residuals
+    row = functools.partial(_row_backward, where=where, block=block, dtype=dtype)
+    return *lax.map(lambda args: row(*args), (q, k, v, segments, out, lse, dout)), None, None
 
 
-_rows = jax.custom_vjp(_rows_primal, nondiff_argnums=(4, 5))
+_rows = jax.custom_vjp(_rows_primal, nondiff_argnums=(5, 6))
 _rows.defvjp(_rows_fwd, _rows_bwd)
+
+
+def _blockwise(q, k, v, segments, chunks, dtype):
+    """q [b, K, G, l, h], k and v [b, K, L, h], segments [b, L]; `chunks`: which of the row's equal chunks the
+    queries are, in this order."""
+    block = BLOCK
+    l, L = q.shape[3], k.shape[2]
+    pad = -L % block
+    if pad:  # only where the row is whole
+        q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, pad), (0, 0)]) for x in (q, k, v))
+        segments = jnp.pad(segments, [(0, 0), (0, pad)])
+    each = q.shape[3] // block // len(chunks)  # blocks of a chunk
+    where = jnp.concatenate([c * each + jnp.arange(each, dtype=jnp.int32) for c in chunks])
+    return _rows(q, k, v, segments, where, block, dtype)[:, :, :, :l]
+
+
+@functools.lru_cache(maxsize=8)
+def _splash_kernel(L: int, parts: int, groups: int):
+    """The kernel for rows of L tokens in zigzag order over `parts`, and its PartitionSpecs. Its tables are
+    numpy arrays: this may be called while something is traced."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as tables
+
+    class Causal(masks.CausalMask):
+        """A block of it is only asked whether any and whether all of it is visible. Two numbers say so, and
+        save looking at L^2."""
+
+        def __getitem__(self, at: Any) -> np.ndarray:
+            q, k = self.q_sequence[at[0]], at[1]
+            return np.asarray([q[-1] >= k.start, q[0] >= k.stop - 1])
+
+    mask = Causal((L, L))
+    order = np.arange(L, dtype=np.int32)
+    if parts > 1:
+        order = order.reshape(2 * parts, -1)[sharding.zigzag(parts)].reshape(-1)
+    mask.q_sequence = order
+    chunk = L // (2 * parts if parts > 1 else 1)
+    q_block, k_block = math.gcd(512, chunk), math.gcd(1024, L)
+    sizes = kernels.BlockSizes(
+        block_q=q_block,
+        block_kv=k_block,
+        block_kv_compute=math.gcd(512, L),
+        block_q_dkv=q_block,
+        block_kv_dkv=k_block,
+        block_kv_dkv_compute=math.gcd(512, L),
+        block_q_dq=q_block,
+        block_kv_dq=k_block,
+    )
+    heads = masks.MultiHeadMask([mask] * groups)
+    shards: dict[str, Any] = {"downcast_smem_data": True, "head_shards": 1, "q_seq_shards": parts}
+    forward, function = tables.process_mask(heads, (q_block, k_block), **shards)
+    return kernels.SplashAttentionKernel(
+        forward,
+        tables.process_mask(heads, (q_block, k_block), **shards)[0],
+        tables.process_mask_dkv(heads, (q_block, k_block), shrink_grid=True, **shards)[0],
+        block_sizes=sizes,
+        is_mqa=True,
+        save_residuals=False,
+        mask_value=kernels.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=None,
+        residual_checkpoint_name="attention",
+        mask_function=function,
+        interpret=False,
+    )
+
+
+def _splash(kernel, q, k, v, segments, q_segments, dtype):
+    """As `_blockwise`, on a TPU."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    def head(q, k, v, q_segments, segments):  # [G, l, h], [L, h], [L, h], [l], [L]
+        return kernel(q, k, v, segment_ids=kernels.SegmentIds(q_segments, segments))
+
+    heads = jax.vmap(head, in_axes=(0, 0, 0, None, None))
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    return jax.vmap(heads)(q, k, v, q_segments, segments).astype(jnp.float32)
 
 
 def packed_attention(
@@ -160,29 +247,46 @@ def packed_attention(
     h]`.
 
     Products have operands in `dtype` and accumulate in f32. On a mesh every device works on its own rows and
-    heads.
+    heads; where its axis `context` splits L, tokens are in the order of `sharding.zigzag`, and L is a
+    multiple of `2 * context * BLOCK`.
     """
-    B, L, K, _, h = q.shape
+    B, L, K, G, h = q.shape
     assert k.shape == v.shape == (B, L, K, h), (q.shape, k.shape, v.shape)
     assert segments.shape == (B, L), (q.shape, segments.shape)
-    block = BLOCK
-    pad = -L % block
-    q = jnp.transpose(q * h**-0.5, (0, 2, 3, 1, 4))
-    k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k, v))
-    if pad:
-        q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, pad), (0, 0)]) for x in (q, k, v))
-        segments = jnp.pad(segments, [(0, 0), (0, pad)])
+    dtype, parts = jnp.dtype(dtype), sharding.parts("length", mesh)
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    splash = device.platform == "tpu" and h % 128 == 0 and L % (2 * parts * BLOCK) == 0
+    kernel = _splash_kernel(L, parts, G) if splash else None
 
-    def local(q, k, v, segments):
-        return _rows(q, k, v, segments, block, jnp.dtype(dtype))
+    def local(kernel, q, k, v, segments):
+        q_segments, chunks = segments, [0]
+        if parts > 1:
+            inverse = np.argsort(sharding.zigzag(parts))
+            k, v, segments = (
+                sharding.reorder(lax.all_gather(x, "context", axis=1, tiled=True), inverse)
+                for x in (k.astype(dtype), v.astype(dtype), segments)
+            )
+            me = lax.axis_index("context")
+            chunks = [me, 2 * parts - 1 - me]
+        q = jnp.transpose(q * h**-0.5, (0, 2, 3, 1, 4))
+        k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k, v))
+        if kernel is not None:
+            out = _splash(kernel, q, k, v, segments, q_segments, dtype)
+        else:
+            out = _blockwise(q, k, v, segments, chunks, dtype)
+        return jnp.transpose(out, (0, 3, 1, 2, 4))
 
-    if mesh is not None:
-        rows, heads = sharding.spec(("batch", "kv_heads"), mesh, (B, K))
-        local = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(*(jax.P(rows, heads),) * 3, jax.P(rows)),
-            out_specs=jax.P(rows, heads),
-            check_vma=False,
-        )
-    return jnp.transpose(local(q, k, v, segments)[:, :, :, :L], (0, 3, 1, 2, 4))
+    if mesh is None:
+        return local(kernel, q, k, v, segments)
+    rows, tokens, heads = sharding.spec(("batch", "length", "kv_heads"), mesh, (B, L, K))
+    where = None
+    if kernel is not None:
+        where = kernel.manual_sharding_spec(NamedSharding(mesh, jax.P(None, tokens)))
+    qkv = jax.P(rows, tokens, heads)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(where, qkv, qkv, qkv, jax.P(rows, tokens)),
+        out_specs=qkv,
+        check_vma=False,
+    )(kernel, q, k, v, segments)

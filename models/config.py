@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,22 @@ class YarnRope:
 ROPES = {"llama3": Llama3Rope, "yarn": YarnRope}
 
 
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank additions to the matrices of a frozen model, with PEFT's names; see `lora.py`."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder, with the names of Hugging Face's config.json. `model_type` is its family."""
@@ -58,6 +74,7 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0  # hidden units of an expert
     norm_topk_prob: bool = True  # the gates of a token's experts sum to 1
+    lora: Lora | None = None  # no part of config.json: only these additions are trained
 
     @property
     def groups(self) -> int:
@@ -150,6 +167,13 @@ class ModelConfig:
             "attention_dropout": 0.0,
             "torch_dtype": "float32",
         }
+
+
+def stretched(config: ModelConfig, factor: float) -> ModelConfig:
+    """The model with its positions stretched by `factor` with YaRN; 0: as it is."""
+    if not factor:
+        return config
+    return replace(config, rope_scaling=YarnRope(float(factor), config.max_position_embeddings))
 
 
 def _rope_scaling(raw: Mapping[str, Any], model: Mapping[str, Any], where: str) -> Any:

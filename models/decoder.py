@@ -13,6 +13,7 @@ matrix products are rounded to. f32 is the exact mode.
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -25,12 +26,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from metagym.models import sharding
-from metagym.models.attention import MASKED, dot_batched, packed_attention
+from metagym.models import experts, lora, sharding
+from metagym.models.attention import BLOCK, MASKED, dot_batched, packed_attention
 from metagym.models.config import Llama3Rope, ModelConfig
+from metagym.models.errors import ModelError
 from metagym.models.head import token_logprobs
 from metagym.models.matmul import matmul
 
+_LOG = logging.getLogger(__name__)
 MEMORY = 1 << 30
 """Bytes of intermediate results that a device keeps for the backward pass, if nothing else is said."""
 
@@ -44,8 +47,9 @@ def kept(config: ModelConfig, tokens: int, memory: int) -> list[str]:
         "attention": c.num_attention_heads * (c.head_dim + 1),
         "qkv": (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim,
         "middle": c.hidden_size,
-        "gate_up": 2 * c.intermediate_size,
     }
+    if not c.num_experts:
+        sizes["gate_up"] = 2 * c.intermediate_size
     names, used = [], 0
     for name, size in sizes.items():
         used += 4 * size * tokens * c.num_hidden_layers
@@ -57,16 +61,20 @@ def kept(config: ModelConfig, tokens: int, memory: int) -> list[str]:
 
 class Cache(NamedTuple):
     """Keys and values of everything generated so far, in pages that sequences own. k and v are
-    `[N, pages, page_size, K, h]`; page 0 is scratch: padding is written there and nobody reads it."""
+    `[N, pages, page_size, K, h]`; page 0 is scratch: padding is written there and nobody reads it. `routing`,
+    i32 `[N, pages, page_size, k]`, are the experts that every token was sent to; None for a dense model."""
 
     k: jax.Array
     v: jax.Array
+    routing: jax.Array | None = None
 
 
 def init_cache(config: ModelConfig, num_pages: int, page_size: int, dtype: Any = jnp.float32) -> Cache:
     """An empty cache of `num_pages` pages, the scratch page included."""
-    shape = (config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    pages = (config.num_hidden_layers, num_pages, page_size)
+    shape = (*pages, config.num_key_value_heads, config.head_dim)
+    routing = jnp.full((*pages, config.num_experts_per_tok), -1, jnp.int32) if config.num_experts else None
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), routing)
 
 
 def rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -137,9 +145,19 @@ class Layers(nnx.Module):
         if c.qk_norm:
             self.q_norm = make((N, h), ("layers", "norm"), None)
             self.k_norm = make((N, h), ("layers", "norm"), None)
+        rank = c.lora.rank if c.lora else 0
+        for name, (rows, columns) in lora.sizes(c).items():
+            setattr(self, f"{name}_a", make((N, rows, rank), ("layers", "norm", "rank"), rows))
+            setattr(self, f"{name}_b", make((N, rank, columns), ("layers", "rank", "norm"), 0))
         self.mlp_norm = make((N, D), ("layers", "norm"), None)
-        self.gate_up = make((N, D, 2, F), ("layers", "embed", "pair", "mlp"), D)
-        self.down = make((N, F, D), ("layers", "mlp", "embed"), F)
+        if E := c.num_experts:
+            F = c.moe_intermediate_size
+            self.router = make((N, D, E), ("layers", "norm", "norm"), D)
+            self.gate_up = make((N, E, D, 2, F), ("layers", "expert", "embed", "pair", "mlp"), D)
+            self.down = make((N, E, F, D), ("layers", "expert", "mlp", "embed"), F)
+        else:
+            self.gate_up = make((N, D, 2, F), ("layers", "embed", "pair", "mlp"), D)
+            self.down = make((N, F, D), ("layers", "mlp", "embed"), F)
 
 
 class Decoder(nnx.Module):
@@ -185,23 +203,68 @@ class Decoder(nnx.Module):
         qk = rotate(y[..., :-1, :], cos[..., None, :], sin[..., None, :])
         return qk[..., :-1, :], qk[..., -1, :], y[..., -1, :]
 
-    def _finish(self, w: Mapping[str, jax.Array], x: jax.Array, attended: jax.Array, dtype: Any) -> jax.Array:
-        """Adds the output projection of `attended` [..., K, G, h] to x [..., D], then the gated MLP."""
+    def _finish(
+        self,
+        w: Mapping[str, jax.Array],
+        x: jax.Array,
+        attended: jax.Array,
+        dtype: Any,
+        recorded: jax.Array | None = None,
+        mesh: Mesh | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Adds the output projection of `attended` [..., K, G, h] to x [..., D], then the MLP, or that of
+        the experts, `recorded` ones where there are some. Also the experts, [..., k]; None of a dense
+        model."""
         c = self.config
         x = x + matmul(attended.reshape(*x.shape[:-1], -1), w["out"].reshape(-1, c.hidden_size), dtype)
         x = checkpoint_name(x, "middle")
         y = rms_norm(x, w["mlp_norm"], c.rms_norm_eps)
+        if c.num_experts:
+            logits = matmul(y, w["router"], jnp.float32)
+            chosen = experts.choose(logits, c.num_experts_per_tok, recorded)
+            gates = experts.gates(logits, chosen, c.norm_topk_prob)
+            y = experts.mlps(y, chosen, gates, w["gate_up"], w["down"], dtype=dtype, mesh=mesh)
+            return x + y, chosen
         y = checkpoint_name(matmul(y, w["gate_up"].reshape(c.hidden_size, -1), dtype), "gate_up")
         gate, up = jnp.split(y, 2, axis=-1)
-        return x + matmul(jax.nn.silu(gate) * up, w["down"], dtype)
+        return x + matmul(jax.nn.silu(gate) * up, w["down"], dtype), None
+
+    def _params(self) -> dict[str, nnx.Param]:
+        return {name: p for name, p in vars(self.layers).items() if isinstance(p, nnx.Param)}
+
+    def _own(self) -> dict[str, jax.Array]:
+        """The weights of the layers, each [N, ...]."""
+        return {name: p[...] for name, p in self._params().items()}
 
     def _stacked(self) -> dict[str, jax.Array]:
-        return {name: p[...] for name, p in vars(self.layers).items() if isinstance(p, nnx.Param)}
+        """The same with the adapter added, if there is one."""
+        if self.config.lora is None:
+            return self._own()
+        return jax.vmap(lambda w: lora.merged(self.config, w))(self._own())
 
     def _embed(self, tokens: jax.Array, mesh: Mesh | None = None) -> jax.Array:
-        table = sharding.constrain(self.embed[...], ("vocab", None), mesh)
-        x = jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
-        return sharding.constrain(x, ("batch", None, None), mesh)
+        """f32 [B, L, D]. On a mesh every device looks all tokens up in its part of the table, and the parts
+        are exchanged: the table is gathered nowhere."""
+        table = self.embed[...]
+        if mesh is None:
+            return jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+        own = sharding.spec(("batch", "length"), mesh, tokens.shape)
+        vocab, embed = sharding.spec(("vocab", "embed"), mesh, table.shape)
+
+        def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+            if embed is not None:
+                tokens = lax.all_gather(tokens, embed)  # [n, B, L]
+            V = table.shape[0]
+            if vocab is not None:
+                tokens = jnp.clip(tokens, 0, self.config.vocab_size - 1) - lax.axis_index(vocab) * V
+            x = jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+            if vocab is not None:
+                x = lax.psum(jnp.where(((tokens >= 0) & (tokens < V))[..., None], x, 0.0), vocab)
+            return x if embed is None else lax.all_to_all(x, embed, 0, x.ndim - 1, tiled=True)[0]
+
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(jax.P(vocab, embed), own), out_specs=own, check_vma=False
+        )(table, tokens)
 
     def _head(self) -> jax.Array:
         return (self.embed if self.head is None else self.head)[...]
@@ -213,33 +276,56 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array,
         segments: jax.Array,
+        routing: jax.Array | None = None,
         *,
         compute_dtype: Any = jnp.float32,
         memory: int = MEMORY,
+        offload: bool = False,
         mesh: Mesh | None = None,
     ) -> jax.Array:
         """The normalised last hidden states, f32 `[B, L, D]`.
 
         tokens, positions (from 0 in each segment), segments: i32 `[B, L]`. Tokens of a segment are adjacent
         and see the earlier ones of the same segment; segment 0 is padding, its rows are finite and mean
-        nothing. `memory`: see `kept`.
+        nothing. routing, i32 `[B, L, N k]`: experts to send each token to, layer by layer, -1 where the
+        router shall choose. `memory`: see `kept`; `offload`: the inputs of the layers wait for the backward
+        pass in the host's memory. Where the mesh splits L, tokens are in the order of `sharding.zigzag`.
         """
-        assert tokens.ndim == 2, tokens.shape
+        c, (B, L) = self.config, tokens.shape
         assert tokens.shape == positions.shape == segments.shape, (tokens.shape, positions.shape)
-        cos, sin = rotary(self.config, positions)
+        cos, sin = rotary(c, positions)
+        axes = {name: p.get_metadata()["axes"][1:] for name, p in self._params().items()}
+        matrices = {name for name, names in axes.items() if "embed" in names}
+        recorded = None
+        if routing is not None:
+            recorded = jnp.moveaxis(routing.reshape(B, L, c.num_hidden_layers, -1), 2, 0)
 
-        def layer(x: jax.Array, w: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
-            x = sharding.constrain(x, ("batch", None, None), mesh)
+        def layer(x: jax.Array, xs: Any) -> tuple[jax.Array, None]:
+            w, recorded = xs
+            x = checkpoint_name(sharding.constrain(x, ("batch", "length", None), mesh), "input")
+            w = lora.merged(c, w)
+            w = {
+                k: sharding.gathered(v, axes[k], compute_dtype, mesh) if k in matrices else v
+                for k, v in w.items()
+            }
             q, k, v = self._project(w, x, cos, sin, compute_dtype)
             attended = packed_attention(q, k, v, segments, dtype=compute_dtype, mesh=mesh)
-            return self._finish(w, x, attended, compute_dtype), None
+            return self._finish(w, x, attended, compute_dtype, recorded, mesh)[0], None
 
-        rows = math.ceil(tokens.shape[0] / sharding.parts("batch", mesh))
-        names = kept(self.config, rows * tokens.shape[1], memory)
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        own = math.ceil(B / sharding.parts("batch", mesh)) * math.ceil(L / sharding.parts("length", mesh))
+        names = kept(c, own, memory)
+        policies = jax.checkpoint_policies
+        policy = policies.save_only_these_names(*names)
+        if offload:
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=names,
+                names_which_can_be_offloaded=["input"],
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
         layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
-        x, _ = lax.scan(layer, self._embed(tokens, mesh), self._stacked())
-        return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+        x, _ = lax.scan(layer, self._embed(tokens, mesh), (self._own(), recorded))
+        return rms_norm(x, self.norm[...], c.rms_norm_eps)
 
     def token_logprobs(
         self,
@@ -252,7 +338,7 @@ class Decoder(nnx.Module):
         mesh: Mesh | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability of each target and entropy of each distribution, f32 `[B, L]`, from hidden `[B, L,
-        D]`. About `chunk` tokens at a time have their logits in memory, forward and backward."""
+        D]`. About `chunk` tokens of a device have their logits in memory, forward and backward."""
         return token_logprobs(
             hidden, self._head(), targets, mask, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh
         )
@@ -298,16 +384,17 @@ class Decoder(nnx.Module):
             fresh = new if C == 1 else jnp.take_along_axis(new, which[:, :, None, None], axis=1)
             return jnp.where(is_new[:, :, None, None], fresh, old).swapaxes(1, 2)  # [S, K, T, h]
 
-        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             w, n = w
             q, k, v = self._project(w, x, cos, sin, compute_dtype)
             k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
             keys, values = context(cache.k, n, k), context(cache.v, n, v)
             attended = _cached_attention(q * c.head_dim**-0.5, keys, values, visible, compute_dtype)
-            return self._finish(w, x, attended, compute_dtype), (k, v)
+            x, chosen = self._finish(w, x, attended, compute_dtype)
+            return x, (k, v, chosen)
 
-        x, (k, v) = lax.scan(layer, self._embed(tokens), (self._stacked(), jnp.arange(c.num_hidden_layers)))
-        cache = Cache(cache.k.at[:, slot[0], slot[1]].set(k), cache.v.at[:, slot[0], slot[1]].set(v))
+        x, new = lax.scan(layer, self._embed(tokens), (self._stacked(), jnp.arange(c.num_hidden_layers)))
+        cache = jax.tree.map(lambda old, x: old.at[:, *slot].set(x), cache, Cache(*new))
         return rms_norm(x, self.norm[...], c.rms_norm_eps), cache
 
     def logits(self, hidden: jax.Array, *, compute_dtype: Any = jnp.float32) -> jax.Array:
@@ -330,7 +417,8 @@ def _cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible:
 
 
 class HasTokens(Protocol):
-    """What `make_policy` reads of a batch: i32 `[B, L]` each, and which targets matter."""
+    """What `make_policy` reads of a batch: i32 `[B, L]` each, and which targets matter. For a replay also
+    `routing`, i32 `[B, L, R]`."""
 
     @property
     def tokens(self) -> Any: ...
@@ -353,24 +441,58 @@ def make_policy(
     compute_dtype: Any = jnp.float32,
     chunk: int = 512,
     memory: int = MEMORY,
+    offload: bool = False,
+    replay: bool = False,
     mesh: Mesh | None = None,
 ) -> Policy:
     """The model as a pure function `policy(params, batch) -> (logprobs, entropy)`, each f32 `[B, L]`: how
     likely `batch.targets` are, 0 where `batch.mask` is. `graphdef, params = nnx.split(model)`. `chunk`: see
-    `Decoder.token_logprobs`; `memory`: see `kept`."""
+    `Decoder.token_logprobs`; `memory` and `offload`: see `Decoder.hidden`.
+
+    `replay`: tokens go to the experts that `batch.routing`, i32 `[B, L, N k]`, recorded; where it is -1, and
+    in a batch without any (width 0, which is logged once), the router chooses. Raises ModelError for a
+    replay on a dense model, for a recording of another width, and for rows that the mesh cannot split.
+    """
 
     def policy(params: Any, batch: HasTokens) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graphdef, params)
-        hidden = model.hidden(
-            batch.tokens,
-            batch.positions,
-            batch.segments,
-            compute_dtype=compute_dtype,
-            memory=memory,
-            mesh=mesh,
-        )
-        return model.token_logprobs(
-            hidden, batch.targets, batch.mask, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh
-        )
+        model = nnx.merge(graphdef, lora.frozen(params))
+        routing = _recorded(model.config, batch) if replay else None
+        inputs = (batch.tokens, batch.positions, batch.segments, routing)
+        targets, mask = batch.targets, batch.mask
+        parts, L = sharding.parts("length", mesh), batch.tokens.shape[1]
+        if L % (step := 2 * parts * BLOCK) and parts > 1:
+            raise ModelError(
+                f"rows of {L} tokens can't be split over {parts} devices: use a multiple of {step}"
+            )
+        order = sharding.zigzag(parts)
+        if parts > 1:
+
+            def turn(x: Any) -> Any:
+                x = sharding.reorder(jnp.asarray(x), order)
+                return sharding.constrain(x, ("batch", "length", *[None] * (x.ndim - 2)), mesh)
+
+            inputs, targets, mask = jax.tree.map(turn, (inputs, targets, mask))
+        hidden = model.hidden(*inputs, compute_dtype=compute_dtype, memory=memory, offload=offload, mesh=mesh)
+        out = model.token_logprobs(hidden, targets, mask, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh)
+        if parts > 1:
+            inverse = np.argsort(order)
+            back = [sharding.constrain(sharding.reorder(x, inverse), ("batch", "length"), mesh) for x in out]
+            return back[0], back[1]
+        return out
 
     return policy
+
+
+def _recorded(config: ModelConfig, batch: Any) -> jax.Array | None:
+    if not config.num_experts:
+        raise ModelError("a dense model has no experts: there is no routing to replay")
+    width = batch.routing.shape[-1]
+    if width == 0:
+        _LOG.warning("no routing was recorded: the router chooses the experts anew")
+        return None
+    if width != config.routing_width:
+        raise ModelError(
+            f"the batch records {width} experts of a token; this model has {config.num_hidden_layers} layers "
+            f"with {config.num_experts_per_tok} each"
+        )
+    return batch.routing

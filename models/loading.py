@@ -4,6 +4,7 @@ model, directory = load("smollm2-135m")
 save(model, "out", source=directory)
 """
 
+import dataclasses
 import difflib
 import functools
 import json
@@ -21,10 +22,11 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from metagym.models import sharding
-from metagym.models.config import ModelConfig
+from metagym.models.config import Lora, ModelConfig, stretched
 from metagym.models.decoder import Decoder
 from metagym.models.errors import ModelError
 from metagym.models.families import family
+from metagym.models.lora import draw, merge
 from metagym.models.packaged import PACKAGED, packaged_directory
 from metagym.models.tensors import Index, Recipe
 
@@ -41,17 +43,25 @@ SHARD_BYTES = 5_000_000_000  # of a saved file, as transformers does
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def load(name: str | Path, *, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[Decoder, Path]:
+def load(
+    name: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.float32,
+    yarn: float = 0.0,
+    lora: Lora | None = None,
+) -> tuple[Decoder, Path]:
     """A model with its weights, and the Hugging Face directory that they, the tokenizer and the template are
     in.
 
     `name`: a packaged model ("smollm2-135m"), a directory with config.json and safetensors, or a hub id
     "owner/name". `dtype` is what the parameters are kept in; training wants f32. With a mesh each device
-    reads only its own shards. Raises ModelError if there is no such model, or its files are not a whole
-    model.
+    reads only its own shards. `yarn`: see `stretched`; `lora`: a new adapter. Raises ModelError
+    if there is no such model, or its files are not a whole model.
     """
     directory = resolve(name)
-    config = ModelConfig.from_file(directory / "config.json")
+    config = stretched(ModelConfig.from_file(directory / "config.json"), yarn)
+    config = dataclasses.replace(config, lora=lora)
     graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config)))
     one = SingleDeviceSharding(jax.devices()[0])
     shardings = sharding.param_shardings(shapes, mesh) if mesh else jax.tree.map(lambda _: one, shapes)
@@ -60,11 +70,14 @@ def load(name: str | Path, *, mesh: Mesh | None = None, dtype: Any = jnp.float32
         reader.check(config)
 
         def leaf(path: Any, shape: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
-            recipe = recipes[".".join(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))]
+            name = ".".join(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
+            if name not in recipes:  # of the adapter
+                return jax.device_put(draw(name, shape.shape).astype(dtype), where)
+            recipe = recipes[name]
             return jax.make_array_from_callback(
                 shape.shape,
                 where,
-                lambda index: recipe.read(reader.slice, index or ()).astype(dtype, copy=False),
+                lambda index: recipe.read(reader.slice, index or (), shape.shape, dtype),
             )
 
         params = jax.tree_util.tree_map_with_path(leaf, shapes, shardings)
@@ -184,12 +197,13 @@ def save(
 ) -> Path:
     """Writes `model` as a Hugging Face directory, which transformers and SGLang load; returns it.
 
-    `source` is the directory whose tokenizer, template and generation config go along. `dtype` is the type of
-    the saved weights. The directory appears whole or not at all. Raises FileExistsError if it exists already.
+    An adapter is added to the weights. `source` is the directory whose tokenizer, template and generation
+    config go along. `dtype` is the type of the saved weights. The directory appears whole or not at all.
+    Raises FileExistsError if it exists already.
     """
     from safetensors.numpy import save_file
 
-    target = Path(directory)
+    model, target = merge(model), Path(directory)
     if target.exists():
         raise FileExistsError(f"{target} exists already; save to a new directory")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ def recipes(c: ModelConfig) -> dict[str, tensors.Recipe]:
     E, D = c.num_experts, c.hidden_size
     return {
         **tensors.attention(c),
-        "layers.router": tensors.stacked(c, "mlp.gate.weight", ((E, D),), lambda w: w.T, lambda w: [w.T]),
+        "layers.router": tensors.matrix(c, "mlp.gate.weight", D, E),
         **tensors.mlp(c, "mlp.experts.{}", hidden=c.moe_intermediate_size, experts=E),
     }
 

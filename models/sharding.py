@@ -1,4 +1,4 @@
-"""How arrays lie on a mesh: three mesh axes and one table from logical axis names to them.
+"""How arrays lie on a mesh: five mesh axes and one table from logical axis names to them.
 
 Every parameter of a model carries the logical names of its axes (`nnx.Param(..., axes=("vocab", "embed"))`);
 everything that must know where an array lives asks this module.
@@ -6,6 +6,8 @@ everything that must know where an array lives asks this module.
 - data: replicas of the weights, each with its own rows of the batch
 - fsdp: rows of the batch too, and the weights are split over it and gathered when used
 - tensor: heads, hidden units and vocabulary of one layer are split over it
+- context: the tokens of a row are split over it; weights lie on it as on fsdp
+- expert: rows of the batch too, and the experts of a layer; other weights lie on it as on fsdp
 """
 
 import math
@@ -18,32 +20,36 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "context", "expert")
 
-RULES: dict[str | None, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),
-    "vocab": "tensor",
-    "embed": "fsdp",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "head": None,
-    "pair": None,
-    "norm": None,
-    "layers": None,
-    None: None,
+RULES: dict[str | None, tuple[str, ...]] = {
+    "batch": ("data", "fsdp", "expert"),
+    "length": ("context",),
+    "vocab": ("tensor",),
+    "embed": ("fsdp", "context", "expert"),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "expert": ("expert",),
+    "head": (),
+    "pair": (),
+    "norm": (),
+    "rank": (),
+    "layers": (),
+    None: (),
 }
 
 
 def make_mesh(shape: Sequence[int] | None = None, *, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with axes ("data", "fsdp", "tensor").
+    """A mesh with the axes of `AXES`.
 
-    `shape` is the size of each axis, at most one of them -1 (what is left); None puts every device on fsdp.
-    Raises ValueError if the sizes do not multiply to the number of devices.
+    `shape` is the size of the first axes, at most one of them -1 (what is left); the others are 1. None puts
+    every device on fsdp. Raises ValueError if the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = list((1, -1, 1) if shape is None else shape)
-    if len(sizes) != len(AXES):
-        raise ValueError(f"a mesh shape has {len(AXES)} sizes, for {AXES}; got {tuple(sizes)}")
+    sizes = list((1, -1) if shape is None else shape)
+    if not 1 <= len(sizes) <= len(AXES):
+        raise ValueError(f"a mesh shape has up to {len(AXES)} sizes, for {AXES}; got {tuple(sizes)}")
+    sizes += [1] * (len(AXES) - len(sizes))
     if sizes.count(-1) == 1:
         sizes[sizes.index(-1)] = len(devices) // math.prod(s for s in sizes if s != -1)
     if math.prod(sizes) != len(devices) or min(sizes) < 1:
@@ -55,20 +61,25 @@ def make_mesh(shape: Sequence[int] | None = None, *, devices: Sequence[Any] | No
 
 
 def spec(axes: Sequence[str | None], mesh: Mesh, shape: Sequence[int] | None = None) -> P:
-    """The PartitionSpec of an array with these logical axes. With `shape`, an axis whose size the mesh axis
-    does not divide stays whole. Raises KeyError for a name that the table does not hold."""
-    out = []
-    for i, name in enumerate(axes):
+    """The PartitionSpec of an array with these logical axes. A mesh axis splits one axis of an array, the
+    first that wants it in the order expert, then as they come; with `shape`, only where it divides the size.
+    Raises KeyError for a name that the table does not hold."""
+    for name in axes:
         if name not in RULES:
             raise KeyError(
                 f"logical axis {name!r} is not in the table; known: {sorted(k for k in RULES if k)}"
             )
-        target = RULES[name]
-        if target is not None and shape is not None:
-            names = (target,) if isinstance(target, str) else target
-            if shape[i] % math.prod(mesh.shape[n] for n in names):
-                target = None
-        out.append(target)
+    out: list[Any] = [None] * len(axes)
+    used: set[str] = set()
+    for i in sorted(range(len(axes)), key=lambda i: axes[i] != "expert"):
+        names, parts = [], 1
+        for name in RULES[axes[i]]:
+            size = mesh.shape.get(name, 1)
+            if size > 1 and name not in used and (shape is None or shape[i] % (parts * size) == 0):
+                names.append(name)
+                parts *= size
+        used |= set(names)
+        out[i] = names[0] if len(names) == 1 else tuple(names) or None
     return P(*out)
 
 
@@ -87,15 +98,13 @@ def param_shardings(model: Any, mesh: Mesh) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch, `[B, ...]`, over data and fsdp."""
-    return NamedSharding(mesh, P(RULES["batch"]))
+    """Of arrays `[B, L, ...]`: rows over data, fsdp and expert, tokens over context."""
+    return NamedSharding(mesh, spec(("batch", "length"), mesh))
 
 
 def parts(axis: str, mesh: Mesh | None) -> int:
     """Into how many parts a mesh cuts a logical axis that is long enough."""
-    target = RULES[axis] if mesh is not None else None
-    names = (target,) if isinstance(target, str) else target or ()
-    return math.prod(mesh.shape[n] for n in names) if mesh is not None else 1
+    return math.prod(mesh.shape.get(n, 1) for n in RULES[axis]) if mesh is not None else 1
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None) -> jax.Array:
@@ -103,3 +112,23 @@ def constrain(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None) -> ja
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, mesh, x.shape)))
+
+
+def gathered(w: jax.Array, axes: Sequence[str | None], dtype: Any, mesh: Mesh | None) -> jax.Array:
+    """A weight as one layer uses it: in `dtype`, and whole along `embed`."""
+    if mesh is None or mesh.size == 1:
+        return w
+    return constrain(w.astype(dtype), [None if a == "embed" else a for a in axes], mesh)
+
+
+def zigzag(parts: int) -> np.ndarray:
+    """i32 `[2 * parts]`: a row is cut into that many chunks, and in this order of them each part gets two
+    neighbours: an early and a late one, so that all parts have the same work in causal attention."""
+    return np.asarray([c for i in range(parts) for c in (i, 2 * parts - 1 - i)], np.int32)
+
+
+def reorder(x: jax.Array, chunks: Sequence[int] | np.ndarray) -> jax.Array:
+    """x `[B, L, ...]` cut into `len(chunks)` equal chunks along L, in the order of `chunks`."""
+    n = len(chunks)
+    cut = x.reshape(x.shape[0], n, x.shape[1] // n, *x.shape[2:])
+    return cut[:, np.asarray(chunks)].reshape(x.shape)

@@ -1,7 +1,7 @@
 """How parameters are made of Hugging Face tensors, and the parts that families share."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,29 +13,33 @@ Read = Callable[[str, Index], np.ndarray]  # (tensor, part of it)
 
 class Recipe(NamedTuple):
     """Between one parameter and its Hugging Face tensors. `names` are the tensors of one layer ("{}" is its
-    number); `join` makes the layer's parameter of them, `split` undoes it. Not stacked: one tensor, as it
-    is. With `experts`, names hold a second "{}", the expert's number, and the parameter a second axis."""
+    number). `join` makes the layer's parameter, or a part of it, of the tensors' parts that `cut` says;
+    `split` undoes it. Not stacked: one tensor, as it is. With `experts`, names hold a second "{}", the
+    expert's number, and the parameter a second axis."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     layers: int = 0
     join: Callable[..., np.ndarray] | None = None
     split: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None
+    cut: Callable[..., Sequence[Index]] | None = None  # (slice of each axis) -> part of each tensor
     experts: int = 0
 
-    def read(self, read: Read, index: Index) -> np.ndarray:
-        """The part `index` of the parameter; reads one layer (or expert) at a time."""
-        if self.join is None:
-            return read(self.names[0], index)
-        stacked = [range(self.layers)[index[0]]] + ([range(self.experts)[index[1]]] if self.experts else [])
-        out = None
-        for at in np.ndindex(*map(len, stacked)):
-            numbers = [r[i] for r, i in zip(stacked, at, strict=True)]
-            part = self.join(*(read(n.format(*numbers), ()) for n in self.names))[index[len(stacked) :]]
-            if out is None:
-                out = np.empty((*map(len, stacked), *part.shape), part.dtype)
-            out[at] = part
-        assert out is not None
+    def read(self, read: Read, index: Index, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """The part `index` of the parameter of this shape. Holds no more than that, and what one layer (or
+        expert) adds to it."""
+        index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape, strict=True))
+        out = _aligned(tuple(s.stop - s.start for s in index), dtype)
+        if self.join is None or self.cut is None:
+            out[...] = read(self.names[0], index)
+            return out
+        stacked = index[: 2 if self.experts else 1]
+        parts = self.cut(*index[len(stacked) :])
+        for at in np.ndindex(out.shape[: len(stacked)]):
+            numbers = [s.start + i for s, i in zip(stacked, at, strict=True)]
+            out[at] = self.join(
+                *(read(n.format(*numbers), p) for n, p in zip(self.names, parts, strict=True))
+            )
         return out
 
     def numbers(self) -> list[tuple[int, ...]]:
@@ -45,16 +49,33 @@ class Recipe(NamedTuple):
         return list(np.ndindex(self.layers, self.experts) if self.experts else np.ndindex(self.layers))
 
 
-def stacked(c: ModelConfig, names: str | Sequence[str], shapes, join, split, *, experts: int = 0) -> Recipe:
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An empty array that starts where JAX can take it over without a copy, on the CPU."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def stacked(c: ModelConfig, names: str | Sequence[str], shapes, join, split, cut, *, experts: int = 0):
     """A recipe of `model.layers.{}.<name>`."""
     names = (names,) if isinstance(names, str) else names
-    return Recipe(
-        tuple(f"model.layers.{{}}.{n}" for n in names), shapes, c.num_hidden_layers, join, split, experts
-    )
+    full = tuple(f"model.layers.{{}}.{n}" for n in names)
+    return Recipe(full, shapes, c.num_hidden_layers, join, split, cut, experts)
 
 
 def vector(c: ModelConfig, name: str, size: int) -> Recipe:
-    return stacked(c, name, ((size,),), lambda w: w, lambda w: [w])
+    return stacked(c, name, ((size,),), lambda w: w, lambda w: [w], lambda i: [(i,)])
+
+
+def matrix(c: ModelConfig, name: str, rows: int, columns: int, *, experts: int = 0) -> Recipe:
+    """A parameter [rows, columns], which Hugging Face keeps transposed."""
+    shapes = ((columns, rows),)
+    return stacked(c, name, shapes, lambda w: w.T, lambda w: [w.T], lambda r, k: [(k, r)], experts=experts)
+
+
+def _times(s: slice, n: int) -> slice:
+    return slice(s.start * n, s.stop * n)
 
 
 def attention(c: ModelConfig) -> dict[str, Recipe]:
@@ -62,9 +83,11 @@ def attention(c: ModelConfig) -> dict[str, Recipe]:
     D, V, h = c.hidden_size, c.vocab_size, c.head_dim
     H, K, G = c.num_attention_heads, c.num_key_value_heads, c.groups
     qkv = tuple(f"self_attn.{x}_proj" for x in "qkv")
+    cuts = (G * h, h, h)  # of each key head: rows of q, k and v
 
-    def join_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        return np.concatenate([x.T.reshape(D, K, -1) for x in (q, k, v)], axis=-1)
+    def join_qkv(*parts: np.ndarray) -> np.ndarray:
+        heads = parts[1].shape[0] // h
+        return np.concatenate([x.T.reshape(x.shape[1], heads, -1) for x in parts], axis=-1)
 
     def split_qkv(w: np.ndarray) -> list[np.ndarray]:
         return [x.reshape(D, -1).T for x in np.split(w, [G * h, (G + 1) * h], axis=-1)]
@@ -73,14 +96,20 @@ def attention(c: ModelConfig) -> dict[str, Recipe]:
         "embed": Recipe(("model.embed_tokens.weight",), ((V, D),)),
         "layers.attn_norm": vector(c, "input_layernorm.weight", D),
         "layers.qkv": stacked(
-            c, [f"{n}.weight" for n in qkv], ((H * h, D), (K * h, D), (K * h, D)), join_qkv, split_qkv
+            c,
+            [f"{n}.weight" for n in qkv],
+            ((H * h, D), (K * h, D), (K * h, D)),
+            join_qkv,
+            split_qkv,
+            lambda d, k, _: [(_times(k, n), d) for n in cuts],
         ),
         "layers.out": stacked(
             c,
             "self_attn.o_proj.weight",
             ((D, H * h),),
-            lambda w: w.T.reshape(K, G * h, D),
+            lambda w: w.T.reshape(-1, G * h, w.shape[0]),
             lambda w: [w.reshape(H * h, D).T],
+            lambda k, _, d: [(d, _times(k, G * h))],
         ),
         "layers.mlp_norm": vector(c, "post_attention_layernorm.weight", D),
         "norm": Recipe(("model.norm.weight",), ((D,),)),
@@ -90,8 +119,9 @@ def attention(c: ModelConfig) -> dict[str, Recipe]:
             c,
             [f"{n}.bias" for n in qkv],
             ((H * h,), (K * h,), (K * h,)),
-            lambda *parts: np.concatenate([x.reshape(K, -1) for x in parts], axis=-1),
+            lambda *parts: np.concatenate([x.reshape(len(parts[1]) // h, -1) for x in parts], axis=-1),
             lambda b: [x.reshape(-1) for x in np.split(b, [G * h, (G + 1) * h], axis=-1)],
+            lambda k, _: [(_times(k, n),) for n in cuts],
         )
     if c.qk_norm:
         recipes["layers.q_norm"] = vector(c, "self_attn.q_norm.weight", h)
@@ -111,11 +141,10 @@ def mlp(c: ModelConfig, prefix: str = "mlp", *, hidden: int = 0, experts: int = 
             ((F, D), (F, D)),
             lambda gate, up: np.stack([gate.T, up.T], axis=1),
             lambda w: [w[:, 0].T, w[:, 1].T],
+            lambda d, _, f: [(f, d), (f, d)],
             experts=experts,
         ),
-        "layers.down": stacked(
-            c, f"{prefix}.down_proj.weight", ((D, F),), lambda w: w.T, lambda w: [w.T], experts=experts
-        ),
+        "layers.down": matrix(c, f"{prefix}.down_proj.weight", F, D, experts=experts),
     }
 
 

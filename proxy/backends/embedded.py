@@ -135,10 +135,8 @@ class EmbeddedBackend(Live):
         config = model.config
         if deterministic and tiles is not None:
             raise InputError("a deterministic engine has one shape: it takes no tiles")
-        if context > config.max_position_embeddings:
-            raise InputError(
-                f"context {context} exceeds the model's {config.max_position_embeddings} positions"
-            )
+        if context > config.context:
+            raise InputError(f"context {context} exceeds the model's {config.context} positions")
         if slots < 1 or page_size < 1 or context < 2:
             raise InputError(
                 f"slots {slots}, page_size {page_size} and context {context} must be at least 1, 1, 2"

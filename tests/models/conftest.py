@@ -50,7 +50,7 @@ def dense_hidden():
             q, k, v = model._project(w, x, cos, sin, jnp.float32)
             s = jnp.einsum("bqkgh,btkh->bkgqt", q, k) * c.head_dim**-0.5
             p = jax.nn.softmax(jnp.where(visible[:, None, None], s, -jnp.inf), axis=-1)
-            x = model._finish(w, x, jnp.einsum("bkgqt,btkh->bqkgh", p, v), jnp.float32)
+            x = model._finish(w, x, jnp.einsum("bkgqt,btkh->bqkgh", p, v), jnp.float32)[0]
         return rms_norm(x, model.norm[...], c.rms_norm_eps)
 
     return hidden

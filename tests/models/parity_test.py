@@ -7,11 +7,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from metagym.models import load
+from metagym.models import load, save
+from metagym.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = np.load(Path(__file__).with_name("data") / "llama_parity.npz")
+GOLDEN = np.load(Path(__file__).with_name("data") / "parity.npz")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def peer():
     return module
 
 
-@pytest.mark.parametrize("name", ["smollm2", "llama3"])
+@pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in GOLDEN}))
 @pytest.mark.parametrize("layout", ["plain", "padded and packed"])
 def test_logits_equal_transformers(peer, tmp_path, name, layout):
     config = json.loads(str(GOLDEN[f"{name}/config"]))
@@ -41,3 +43,29 @@ def test_logits_equal_transformers(peer, tmp_path, name, layout):
     hidden = model.hidden(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments))
     got = np.asarray(model.logits(hidden)).reshape(-1, config["vocab_size"])[:300].reshape(2, 150, -1)[:, ::7]
     assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+
+
+def test_every_family_has_golden_numbers():
+    kinds = {json.loads(str(GOLDEN[key]))["model_type"] for key in GOLDEN if key.endswith("/config")}
+    assert kinds == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5 with yarn", "qwen3", "qwen3 moe"])
+def test_what_is_saved_has_the_tensors_and_config_that_came(peer, tmp_path, name):
+    """Name by name and bit by bit, so what reads the published files reads ours."""
+    config = json.loads(str(GOLDEN[f"{name}/config"]))
+    peer.write_directory(tmp_path / "theirs", config, 5)
+    ours = save(load(tmp_path / "theirs")[0], tmp_path / "ours")
+    got, want = (load_file(d / "model.safetensors") for d in (ours, tmp_path / "theirs"))
+    assert got.keys() == want.keys()
+    for tensor in want:
+        np.testing.assert_array_equal(got[tensor], want[tensor])
+    written = json.loads((ours / "config.json").read_text())
+    assert {k: v for k, v in config.items() if k not in written or written[k] != v}.keys() <= {
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "rope_scaling",
+    }
+    if "rope_scaling" in config:
+        assert config["rope_scaling"].items() <= written["rope_scaling"].items()
