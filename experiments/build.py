@@ -29,6 +29,7 @@ from metagym.errors import InputError, MetaGymError, UnknownNameError
 from metagym.experiments.config import Config
 from metagym.models import (
     Llama,
+    Lora,
     ModelConfig,
     ModelError,
     load,
@@ -38,7 +39,9 @@ from metagym.models import (
     resolve,
     save,
     stretched,
+    trainable,
 )
+from metagym.models.config import TARGETS
 from metagym.models.shapes import SHAPES
 from metagym.models.sharding import AXES
 from metagym.protocols import Backend
@@ -159,7 +162,15 @@ def model_config(config: Config) -> ModelConfig:
             shape = ModelConfig.from_file(resolve(config.model.name) / "config.json")
     except ModelError as error:
         raise InputError(f"config.model.name = {config.model.name!r}: {error}") from error
-    return stretched(shape, config.model.yarn)
+    return dataclasses.replace(stretched(shape, config.model.yarn), lora=build_lora(config))
+
+
+def build_lora(config: Config) -> Lora | None:
+    """The adapter that a config trains; None: it trains all weights."""
+    m = config.model
+    if not m.lora_rank:
+        return None
+    return Lora(m.lora_rank, m.lora_alpha, tuple(m.lora_targets) or TARGETS)
 
 
 def build_model(config: Config, mesh: Mesh, workdir: Path) -> tuple[Llama, Path]:
@@ -167,8 +178,8 @@ def build_model(config: Config, mesh: Mesh, workdir: Path) -> tuple[Llama, Path]
     try:
         if config.model.name == "random":
             directory = random_model(workdir / "random_model", config.seed)
-            return load(str(directory), mesh=mesh)[0], directory
-        model, directory = load(config.model.name, mesh=mesh, yarn=config.model.yarn)
+            return load(str(directory), mesh=mesh, lora=build_lora(config))[0], directory
+        model, directory = load(config.model.name, mesh=mesh, yarn=config.model.yarn, lora=build_lora(config))
         return model, Path(directory)
     except (ModelError, FileNotFoundError) as error:
         raise InputError(f"config.model.name = {config.model.name!r}: {error}") from error
@@ -279,9 +290,16 @@ def build_penalties(config: Config) -> list[Penalty]:
 def build_optimizer(config: Config) -> optax.GradientTransformation:
     o = config.optimizer
     rate = optax.linear_schedule(0.0, o.learning_rate, o.warmup_steps) if o.warmup_steps else o.learning_rate
-    return make_optimizer(
+    optimizer = make_optimizer(
         rate, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, max_norm=o.clip_norm
     )
+    if not config.model.lora_rank:
+        return optimizer
+
+    def labels(params: Any) -> Any:
+        return jax.tree.map(lambda own: "adapter" if own else "frozen", trainable(params))
+
+    return optax.multi_transform({"adapter": optimizer, "frozen": optax.set_to_zero()}, labels)
 
 
 def build_agent(config: Config) -> Agent:

@@ -118,7 +118,8 @@ def compile_step(config: Any, topology: str) -> Report:
         )
     if importlib.util.find_spec("libtpu") is None:
         raise MissingExtraError("metagym doctor --compile", "tpu-compile", ModuleNotFoundError("libtpu"))
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor one to share
     import jax
     import numpy as np
     from flax import nnx

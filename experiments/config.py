@@ -54,6 +54,8 @@ NOT_NEGATIVE = (
     "agent.max_turns",
     "sampling.token_budget",
     "engine.num_pages",
+    "model.lora_rank",
+    "model.yarn",
     "checkpoint_every",
     "evaluate_every",
     "optimizer.learning_rate",
@@ -82,6 +84,9 @@ def base() -> Config:
     c.model.replay = (
         False  # tokens go to the experts that were recorded while sampling; mixtures of experts only
     )
+    c.model.lora_rank = 0  # train an adapter of this rank beside frozen weights; 0: train all weights
+    c.model.lora_alpha = 32.0  # the adapter counts alpha / rank times
+    c.model.lora_targets = ()  # the matrices that get one, q_proj, ..., down_proj; none given: all
     c.model.yarn = 0.0  # positions are stretched by this factor with YaRN; 0: as config.json says
     c.model.tiled = False  # training computes in the deterministic engine's tiles: the same log-probs; slow
 
