@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import math
 import queue
 import shutil
@@ -26,6 +27,7 @@ from tokenizers.models import BPE
 import metagym.agents
 from metagym.episode import Agent, run
 from metagym.errors import InputError, MetaGymError, UnknownNameError
+from metagym.experiments import config as config_lib
 from metagym.experiments.config import Config
 from metagym.models import (
     Llama,
@@ -50,12 +52,14 @@ from metagym.proxy.render import Renderer
 from metagym.proxy.session import Session
 from metagym.rl import advantages, algorithms, losses, shaping
 from metagym.rl.health import Rule
-from metagym.rl.rollouts import Episode, Request
+from metagym.rl.metrics import read_jsonl
+from metagym.rl.rollouts import Episode, Request, TaskStream
 from metagym.rl.shaping import Penalty
 from metagym.rl.train_step import Policy, make_optimizer
 from metagym.rl.types import Algorithm, Reduction
-from metagym.types import Sampling, Trajectory
+from metagym.types import Sampling, StopReason, Task, Trajectory
 
+log = logging.getLogger("metagym.build")
 AGENTS = {name: getattr(metagym.agents, name) for name in metagym.agents.__all__}
 ALGORITHMS = {
     name: function
@@ -81,6 +85,7 @@ PENALTIES = {
     "format": shaping.format_penalty,
 }
 CHOICES = {"reduction": get_args(Reduction), "kl_in": ("loss", "reward")}
+MAX_CURRICULUM = 1_000_000
 DTYPES = ("float32", "bfloat16")
 
 
@@ -218,11 +223,16 @@ def build_renderer(config: Config, directory: Path) -> Renderer:
     return Renderer.from_dir(directory, config.model.chat_template or None)
 
 
+def engine_context(config: Config) -> int:
+    """Tokens of the longest conversation that the engine holds: those of this phase, and of later ones."""
+    return config.engine.context or max(p.config.sampling.context for p in config_lib.phases(config))
+
+
 def build_backend(config: Config, model: Llama) -> EmbeddedBackend:
     return EmbeddedBackend(
         model,
         slots=config.engine.slots,
-        context=config.sampling.context,
+        context=engine_context(config),
         page_size=config.engine.page_size,
         num_pages=config.engine.num_pages or None,
         seed=config.seed,
@@ -245,7 +255,7 @@ def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
             replay=config.model.replay,
             mesh=mesh,
         )
-    page_size, context = config.engine.page_size, config.sampling.context
+    page_size, context = config.engine.page_size, engine_context(config)
     needs = {
         "config.engine.deterministic": config.engine.deterministic,
         "the same compute_dtype and engine_dtype": config.model.compute_dtype == config.model.engine_dtype,
@@ -289,7 +299,12 @@ def build_penalties(config: Config) -> list[Penalty]:
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
     o = config.optimizer
-    rate = optax.linear_schedule(0.0, o.learning_rate, o.warmup_steps) if o.warmup_steps else o.learning_rate
+    # A schedule in any case, so that the optimizer's state has one structure in all phases.
+    rate = (
+        optax.linear_schedule(0.0, o.learning_rate, o.warmup_steps)
+        if o.warmup_steps
+        else (optax.constant_schedule(o.learning_rate))
+    )
     optimizer = make_optimizer(
         rate, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, max_norm=o.clip_norm
     )
@@ -333,8 +348,46 @@ def build_env(config: Config, **override: Any) -> gym.Env[str, str]:
         raise InputError(f"{world.id}: {error}") from error
 
 
+def stop_tokens(renderer: Renderer, texts: Iterable[str]) -> tuple[int, ...]:
+    """The tokens of texts that end a reply. Raises InputError for a text that is not one token."""
+    found = []
+    for text in texts:
+        ids = renderer.encode_text(text)
+        if len(ids) != 1:
+            raise InputError(f"a text that ends a reply must be one token; {text!r} is {len(ids)} tokens.")
+        found.append(ids[0])
+    return tuple(found)
+
+
+def build_sampling(config: Config, renderer: Renderer) -> Sampling:
+    stops = stop_tokens(renderer, config.sampling.stop)
+    return Sampling(max_tokens=config.sampling.max_tokens, stop_token_ids=stops)
+
+
 def build_rules(config: Config) -> list[Rule]:
     return [call(f"stop_rules.{name}", Rule, plain(row)) for name, row in config.stop_rules.items()]
+
+
+def build_tasks(config: Config, tasks: Sequence[Task], episodes: Path, played: int) -> TaskStream:
+    """The tasks of a phase that begins after `played` steps: what its curriculum leaves of them, by the
+    records of the steps before in `episodes`."""
+    limits = plain(config.curriculum)
+    if not played or (limits["at_least"], limits["at_most"]) == (0, 1.0):
+        return TaskStream(tasks, seed=config.seed)
+    if len(tasks) > MAX_CURRICULUM:
+        raise InputError(f"a curriculum chooses among {MAX_CURRICULUM:,} tasks at most; got {len(tasks):,}.")
+    counts: dict[str, list[int]] = {}
+    for file in sorted(episodes.glob("[0-9]*.jsonl")):
+        for record in read_jsonl(file) if int(file.stem) <= played else ():
+            if StopReason(record["stop"]).in_loss:
+                count = counts.setdefault(record["task"], [0, 0])
+                count[0] += record["outcome"] > 0.5
+                count[1] += 1
+    left = [t for t in tasks if shaping.solvable(*counts.get(t.id, (0, 0)), **limits)]
+    log.info("curriculum: %d of %d tasks are left after step %d", len(left), len(tasks), played)
+    if not left:
+        raise InputError(f"the curriculum leaves none of {len(tasks)} tasks after step {played}: {limits}.")
+    return TaskStream(left, seed=config.seed)
 
 
 class EnvPool:
@@ -378,7 +431,7 @@ def build_episode(
     limit = config.agent.max_turns or None
     penalties = build_penalties(config) if training else []
     given = {
-        "sampling": Sampling(max_tokens=config.sampling.max_tokens),
+        "sampling": build_sampling(config, renderer),
         "context": config.sampling.context,
         "token_budget": config.sampling.token_budget or None,
         "training": training,

@@ -6,6 +6,9 @@ and in train.py; below, everything takes plain arguments.
 """
 
 import argparse
+import copy
+import dataclasses
+import itertools
 import json
 import math
 import re
@@ -27,7 +30,10 @@ CONFIGS = Path(__file__).parent / "configs"
 SECRET = re.compile(r"token$|secret|password|passwd|api_?key|credential", re.IGNORECASE)
 HIDDEN = "<secret, not recorded>"
 # Mappings that a config file fills with names of its own.
-OPEN = ("world.kwargs", "agent.args", "algorithm.args", "penalties", "stop_rules", "evaluate")
+OPEN = (
+    *("world.kwargs", "agent.args", "algorithm.args", "penalties", "phases", "stop_rules", "evaluate"),
+    *("actor.agent.args", "ict.world_kwargs", "ict.transcript", "ict.evaluate"),
+)
 POSITIVE = (
     "steps",
     "group_size",
@@ -45,9 +51,14 @@ POSITIVE = (
     "checkpoints_kept",
     "max_distance",
     "optimizer.clip_norm",
+    *("ict.k", "ict.meta_turns", "ict.runs", "ict.max_prompt"),
+    *("actor.max_tokens", "actor.context", "actor.slots", "actor.top_p"),
 )
 NOT_NEGATIVE = (
     "seed",
+    "curriculum.at_least",
+    "curriculum.at_most",
+    "engine.context",
     "retries",
     "rollout.staleness",
     "rollout.refill",
@@ -61,6 +72,12 @@ NOT_NEGATIVE = (
     "optimizer.learning_rate",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
+    *("ict.temperature", "actor.temperature", "actor.max_turns", "actor.timeout_s"),
+)
+# What a phase may change; the rest is the run's.
+PHASE = (
+    *("algorithm", "penalties", "curriculum", "optimizer", "batch", "sampling", "agent", "world", "rollout"),
+    *("groups_per_step", "group_size", "max_workers", "retries", "episode_timeout_s", "max_distance"),
 )
 OPTIONS = ("--config", "--workdir", "--resume", "--flagfile", "--help")
 
@@ -109,6 +126,7 @@ def base() -> Config:
     c.sampling.max_tokens = (
         16  # of one reply. The rest is the training contract: temperature 1, nothing cut off
     )
+    c.sampling.stop = ()  # texts of one token each that end a reply, besides the end of the turn
     c.sampling.context = 512  # tokens of a conversation
     c.sampling.token_budget = 0  # sampled tokens of an episode; 0: no limit
 
@@ -126,6 +144,10 @@ def base() -> Config:
     c.algorithm.args = ConfigDict()  # what the algorithm's function takes
 
     c.penalties = ConfigDict()  # what is added to the reward: length, overlong, format -> their arguments
+
+    c.curriculum = ConfigDict()  # of the tasks that the phases before this one played, those stay that were
+    c.curriculum.at_least = 0  # solved so often
+    c.curriculum.at_most = 1.0  # and at most this share of the times
 
     c.optimizer = ConfigDict()  # AdamW
     c.optimizer.learning_rate = 2e-5
@@ -146,6 +168,7 @@ def base() -> Config:
     c.engine = ConfigDict()  # the embedded one
     c.engine.slots = 32  # sequences that decode at the same time
     c.engine.page_size = 16  # tokens of a cache page
+    c.engine.context = 0  # tokens of a conversation that it can hold; 0: sampling.context of any phase
     c.engine.num_pages = 0  # 0: as many as the slots can need
     c.engine.deterministic = False  # the same seed, the same bits, whatever runs at the same time; slower
 
@@ -156,6 +179,8 @@ def base() -> Config:
     c.mesh.context = 1
     c.mesh.expert = 1
 
+    c.phases = ConfigDict()  # what changes on the way: a name -> phase(after=step, ...)
+
     c.retries = 2  # of an episode that failed for a reason that is not the agent's
     c.episode_timeout_s = 0.0  # after which an episode counts as failed, because something hangs; 0: never
     c.max_distance = 1.0  # nats between the sampler's and the trainer's log-prob of a token, or the run stops
@@ -165,8 +190,51 @@ def base() -> Config:
     c.record_traces = False  # token ids and log-probs in episodes/*.jsonl
     c.evaluate_every = 0  # steps; 0: only before and after
     c.evaluate = ConfigDict()  # what is measured: a name -> evaluation(...)
+
+    c.actor = ConfigDict()  # the frozen actor of a meta-environment
+    c.actor.kind = ""  # engine: a model in the embedded engine; endpoint: OpenAI-compatible; rule_follower
+    c.actor.model = ""  # engine: as model.name, empty: the same; endpoint: its name there
+    c.actor.chat_template = ""  # engine: as model.chat_template
+    c.actor.url = ""  # endpoint: up to and without /chat/completions
+    c.actor.key_variable = ""  # endpoint: the environment variable that holds the API key
+    c.actor.max_tokens = 16  # of one reply
+    c.actor.temperature = 1.0
+    c.actor.top_p = 1.0
+    c.actor.stop = ()  # engine: as sampling.stop
+    c.actor.context = 1024  # engine: tokens of a conversation
+    c.actor.slots = 32  # engine: sequences that decode at the same time
+    c.actor.max_turns = 0  # replies of an inner episode; 0: the world's own limit
+    c.actor.timeout_s = 0.0  # of an inner episode; 0: none
+    c.actor.agent = ConfigDict()  # as `agent`, whose `system` is what the reflector writes
+    c.actor.agent.kind = "plain"
+    c.actor.agent.args = ConfigDict()
+    c.actor.agent.template = ""
+    c.actor.agent.prefix = ""
+    c.actor.agent.history = True
+
+    c.ict = ConfigDict()  # In-Context Training: what `metagym ict` reads; training reads the tuples it wrote
+    c.ict.world = "metagym/Toy-v0"  # the inner world
+    c.ict.world_kwargs = ConfigDict()
+    c.ict.types = ()  # meta-train types; none: all
+    c.ict.held_out = ()  # types that must not be trained on
+    c.ict.split = "train"  # of the tasks in the tuples
+    c.ict.k = 3  # tasks of a batch
+    c.ict.meta_turns = 4  # prompts of a run
+    c.ict.prompt = ""  # the initial one; empty: no system message at all
+    c.ict.mixed = False  # a batch has tasks of all types
+    c.ict.transcript = ConfigDict()  # how a batch becomes text: fields of metagym.meta.Transcript
+    c.ict.max_prompt = 4000  # characters of a prompt
+    c.ict.data = "runs/ict/tuples.jsonl"  # where collected tuples are
+    c.ict.collect = "untrained"  # who writes the prompts of the collected runs
+    c.ict.runs = 1  # collected runs of each type
+    c.ict.temperature = 1.0  # of the reflector in `metagym ict`
+    c.ict.evaluate = ConfigDict()  # what `metagym ict eval` measures: a name -> ict_evaluation(...)
     c.lock()
-    for mapping in (c.world.kwargs, c.agent.args, c.algorithm.args, c.penalties, c.stop_rules, c.evaluate):
+    for mapping in (c.world.kwargs, c.agent.args, c.algorithm.args, c.penalties, c.phases):
+        mapping.unlock()
+    for mapping in (c.stop_rules, c.evaluate):
+        mapping.unlock()
+    for mapping in (c.actor.agent.args, c.ict.world_kwargs, c.ict.transcript, c.ict.evaluate):
         mapping.unlock()
     return c
 
@@ -186,6 +254,87 @@ def evaluation(
     """
     row = {"types": tuple(types), "split": split, "episodes": episodes, "during": during}
     return ConfigDict({**row, "kwargs": dict(kwargs or {})})
+
+
+def ict_evaluation(
+    *,
+    world: str = "",
+    world_kwargs: Mapping[str, Any] | None = None,
+    types: Sequence[str] = (),
+    split: str = "test",
+    k: Sequence[int] = (3,),
+    meta_turns: int = 4,
+    runs: int = 1,
+    held_out: bool = True,
+    validation: int = 0,
+    validation_split: str = "validation",
+    best_of: int = 8,
+    reflectors: Sequence[str] = ("initial", "untrained", "trained"),
+) -> Config:
+    """A row of what `metagym ict eval` measures: `runs` runs of each type for each k and reflector.
+
+    world, world_kwargs: another world than that of training, if given. held_out: the types must not be among
+    those of training. validation: tasks of `validation_split` on which a prompt is chosen; 0: none is.
+    best_of: prompts that the reflector "best_of" chooses from.
+    """
+    row = {"world": world, "types": tuple(types), "split": split, "k": tuple(k), "meta_turns": meta_turns}
+    row |= {"runs": runs, "held_out": held_out, "validation": validation, "best_of": best_of}
+    row |= {"validation_split": validation_split, "reflectors": tuple(reflectors)}
+    return ConfigDict({**row, "world_kwargs": dict(world_kwargs or {})})
+
+
+def changed(config: Config, **values: Any) -> Config:
+    """A copy with other values; `model__name` stands for model.name."""
+    made = copy.deepcopy(config)
+    for name, value in values.items():
+        *path, last = name.split("__")
+        section = made
+        for part in path:
+            section = section[part]
+        section[last] = value
+    return made
+
+
+def phase(*, after: int, **changes: Any) -> Config:
+    """What changes after so many steps; `algorithm__name` stands for algorithm.name. A mapping is replaced
+    whole. Later phases go on from the changes of the earlier ones."""
+    return ConfigDict({"after": after, "changes": changes})
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """The steps after `first` up to `last`, and their config."""
+
+    name: str
+    first: int
+    last: int
+    config: Config
+
+
+def phases(config: Config) -> list[Phase]:
+    """The phases of a run in their order; the first one, "", is the config as it stands.
+
+    Raises InputError for a phase that changes what is the whole run's, or sets a field that does not exist.
+    """
+    rows = sorted(config.phases.items(), key=lambda item: item[1].after)
+    starts = [0, *(row.after for _, row in rows)]
+    if any(b <= a for a, b in itertools.pairwise(starts)):
+        raise InputError(f"phases begin after different steps, the first after 1 or later; got {starts[1:]}.")
+    found = [Phase("", 0, config.steps, config)]
+    for name, row in rows:
+        if row.after >= config.steps:
+            break
+        for path in row.changes:
+            section = path.split("__")[0]
+            if section not in PHASE:
+                raise UnknownNameError(f"field that phase {name!r} may change", section, PHASE)
+        try:
+            now = changed(found[-1].config, **row.changes.to_dict())
+        except (AttributeError, KeyError, TypeError) as error:
+            raise InputError(f"phase {name!r}: {' '.join(str(error).split())}.") from error
+        found[-1] = dataclasses.replace(found[-1], last=row.after)
+        found.append(Phase(name, row.after, config.steps, now))
+    return found
 
 
 def rule(metric: str, *, low: float = -math.inf, high: float = math.inf, steps: int = 1) -> Config:
@@ -318,6 +467,23 @@ def check(config: Config) -> None:
     for path in NOT_NEGATIVE:
         if not got[path] >= 0:
             raise InputError(f"config field {path!r} must not be negative, got {got[path]!r}.")
+    for name, row in config.phases.items():
+        if not isinstance(row, ConfigDict) or set(row) != {"after", "changes"}:
+            raise InputError(
+                f"config field 'phases.{name}' must be made by phase(...) in experiments/config.py."
+            )
+    for later in phases(config)[1:]:
+        alone = changed(later.config, phases=ConfigDict())
+        try:
+            check(alone)
+        except InputError as error:
+            raise InputError(f"phase {later.name!r}: {error}") from None
+    for name, row in config.ict.evaluate.items():
+        if not isinstance(row, ConfigDict) or set(row) != set(ict_evaluation()):
+            raise InputError(
+                f"config field 'ict.evaluate.{name}' must be made by ict_evaluation(...) in "
+                "experiments/config.py."
+            )
     for name, row in config.stop_rules.items():
         if not isinstance(row, ConfigDict) or set(row) != set(rule("")):
             raise InputError(

@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from metagym.errors import InputError
-from metagym.experiments import build, results
+from metagym.experiments import build, ict, results
 from metagym.experiments import config as config_lib
 from metagym.experiments.config import Config
 from metagym.experiments.results import Score
@@ -108,27 +108,30 @@ class Evaluation:
 
 
 @contextlib.contextmanager
-def parts(config: Config, scratch: Path) -> Iterator[Parts]:
+def parts(config: Config, scratch: Path, last: Config | None = None) -> Iterator[Parts]:
     """Builds everything, cheap things first, and closes what has to be closed.
 
+    Evaluations are made as in the `last` phase of the run, so that they are the same from first to last.
     A model of random weights is written to `scratch`. Raises InputError for whatever can't work.
     """
     algorithm, optimizer = build.build_algorithm(config), build.build_optimizer(config)
-    agent = build.build_agent(config)
+    final: Config = config if last is None else last
+    agents = build.build_agent(config), build.build_agent(final)
     mesh = build.build_mesh(config)
     make_policy = build.build_policy(config, mesh)
     with contextlib.ExitStack() as stack:
+        more = ict.world_arguments(config, stack, scratch)
 
-        def pool(**override: Any) -> build.EnvPool:
-            made = build.EnvPool(lambda: build.build_env(config, **override))
+        def pool(config: Config, **override: Any) -> build.EnvPool:
+            made = build.EnvPool(lambda: build.build_env(config, **{**more, **override}))
             stack.callback(made.close)
             return made
 
-        train_pool = pool()
+        train_pool = pool(config)
         pools = {}
         for name, row in config.evaluate.items():
-            types = row.types or config.world.types or None
-            pools[name] = pool(**{"split": row.split, "types": types, **build.plain(row.kwargs)})
+            types = row.types or final.world.types or None
+            pools[name] = pool(final, **{"split": row.split, "types": types, **build.plain(row.kwargs)})
             if len(pools[name].tasks) < row.episodes:
                 raise InputError(
                     f"config.evaluate.{name} asks for {row.episodes} episodes, but its split {row.split!r} "
@@ -141,12 +144,12 @@ def parts(config: Config, scratch: Path) -> Iterator[Parts]:
         evaluations = {
             name: Evaluation(
                 pools[name].tasks[: row.episodes],
-                build.build_episode(config, backend, renderer, agent, pools[name], training=False),
+                build.build_episode(final, backend, renderer, agents[1], pools[name], training=False),
                 row.during,
             )
             for name, row in config.evaluate.items()
         }
-        episode = build.build_episode(config, backend, renderer, agent, train_pool, training=True)
+        episode = build.build_episode(config, backend, renderer, agents[0], train_pool, training=True)
         graphdef, params = nnx.split(model)
         policy = make_policy(graphdef)
         state = init_state(params, optimizer, jax.random.key(config.seed), mesh)
@@ -161,66 +164,96 @@ def train(config: Config, workdir: Path, *, resume: bool = False, stream: TextIO
     `metagym.rl.loop.train` raises."""
     start = time.monotonic()
     _check_workdir(config, workdir, resume)
-    with parts(config, workdir) as p, contextlib.closing(Console(config.steps, SHOWN, stream)) as console:
-        workdir.mkdir(parents=True, exist_ok=True)
-        config_lib.write(config, workdir)
+    phases = config_lib.phases(config)
+    for phase in phases:  # what is wrong in a later one is told now
+        for make in (build.build_algorithm, build.build_agent, build.build_penalties):
+            make(phase.config)
+    done = (checkpoint.newest(workdir / "checkpoints") or 0) if resume else 0
+    with contextlib.closing(Console(config.steps, SHOWN, stream)) as console:
         curve = results.read(workdir / "results.json") if resume else {}
-
-        def evaluate(step: int) -> dict[str, float]:
-            with contextlib.closing(EpisodeWriter(workdir / "episodes", traces=config.record_traces)) as out:
-
-                def write(name: str, request: Request, trajectory: Trajectory) -> None:
-                    out.write(f"eval-{step:06d}", f"{name}/{request.id}", trajectory, version=request.version)
-
-                scores = _scores(p, config, everything=step in (0, config.steps), on_end=write)
-            for name, score in scores.items():
-                console.write(f"step {step}/{config.steps}  {name}: {score}")
-            curve[step] = scores
-            results.write(curve, workdir / "results.json")
-            return {key: value for name, s in scores.items() for key, value in s.metrics(name).items()}
-
-        with contextlib.closing(Together([TensorBoardTracker(workdir), console])) as tracker:
-            loop.train(
-                policy=p.policy,
-                state=p.state,
-                algorithm=p.algorithm,
-                optimizer=p.optimizer,
-                mesh=p.mesh,
-                backend=p.backend,
-                episode=p.episode,
-                tasks=TaskStream(p.pool.tasks, seed=config.seed),
-                steps=config.steps,
-                groups_per_step=config.groups_per_step,
-                group_size=config.group_size,
-                rows=config.batch.rows,
-                length=config.batch.length,
-                workdir=workdir,
-                seed=config.seed,
-                minibatches=config.batch.minibatches,
-                align=config.batch.align,
-                merge_equal=config.batch.merge_equal,
-                reference=p.reference,
-                tracker=tracker,
-                checkpoint_every=config.checkpoint_every,
-                keep=config.checkpoints_kept,
-                max_workers=config.max_workers,
-                retries=config.retries,
-                timeout_s=config.episode_timeout_s or None,
-                staleness=config.rollout.staleness,
-                in_order=config.rollout.in_order,
-                refill=config.rollout.refill,
-                evaluate=evaluate if p.evaluations else None,
-                evaluate_every=config.evaluate_every or config.steps,
-                max_distance=config.max_distance,
-                rules=build.build_rules(config),
-                peak_flops=matmul_rate(build.dtype(config.model.compute_dtype), devices=p.mesh.devices.flat),
-                record_traces=config.record_traces,
-                resume=resume,
-            )
+        for phase in phases:
+            if done >= phase.last < config.steps:
+                continue  # it is finished
+            with parts(phase.config, workdir, phases[-1].config) as p:
+                workdir.mkdir(parents=True, exist_ok=True)
+                config_lib.write(config, workdir)
+                if phase.name:
+                    console.write(f"step {max(phase.first, done)}/{config.steps}  phase {phase.name}")
+                _train(phase, p, workdir, curve, console, resume=resume or phase.first > 0)
         seconds = time.monotonic() - start
         results.write(curve, workdir / "results.json", seconds=seconds)
         results.plot(curve, _training_success(workdir), workdir / "learning_curve.png", workdir.name)
         console.write(f"\n{results.table(curve)}\n\n{seconds:.0f} s; all of it is in {workdir}")
+
+
+def _train(
+    phase: config_lib.Phase,
+    p: Parts,
+    workdir: Path,
+    curve: dict[int, dict[str, Score]],
+    console: Console,
+    *,
+    resume: bool,
+) -> None:
+    """One phase of a run."""
+    config = phase.config
+
+    def evaluate(step: int) -> dict[str, float]:
+        with contextlib.closing(EpisodeWriter(workdir / "episodes", traces=config.record_traces)) as out:
+
+            def write(name: str, request: Request, trajectory: Trajectory) -> None:
+                out.write(f"eval-{step:06d}", f"{name}/{request.id}", trajectory, version=request.version)
+
+            scores = _scores(p, config, everything=step in (0, config.steps), on_end=write)
+        for name, score in scores.items():
+            console.write(f"step {step}/{config.steps}  {name}: {score}")
+        curve[step] = scores
+        results.write(curve, workdir / "results.json")
+        return {key: value for name, s in scores.items() for key, value in s.metrics(name).items()}
+
+    def tasks() -> TaskStream:
+        return build.build_tasks(config, p.pool.tasks, workdir / "episodes", phase.first)
+
+    with contextlib.closing(Together([TensorBoardTracker(workdir), console])) as tracker:
+        loop.train(
+            policy=p.policy,
+            state=p.state,
+            algorithm=p.algorithm,
+            optimizer=p.optimizer,
+            mesh=p.mesh,
+            backend=p.backend,
+            episode=p.episode,
+            tasks=tasks if phase.first else tasks(),
+            steps=config.steps,
+            groups_per_step=config.groups_per_step,
+            group_size=config.group_size,
+            rows=config.batch.rows,
+            length=config.batch.length,
+            workdir=workdir,
+            seed=config.seed,
+            minibatches=config.batch.minibatches,
+            align=config.batch.align,
+            merge_equal=config.batch.merge_equal,
+            reference=p.reference,
+            tracker=tracker,
+            checkpoint_every=config.checkpoint_every,
+            keep=config.checkpoints_kept,
+            max_workers=config.max_workers,
+            retries=config.retries,
+            timeout_s=config.episode_timeout_s or None,
+            staleness=config.rollout.staleness,
+            in_order=config.rollout.in_order,
+            refill=config.rollout.refill,
+            evaluate=evaluate if p.evaluations else None,
+            evaluate_every=config.evaluate_every or config.steps,
+            max_distance=config.max_distance,
+            rules=build.build_rules(config),
+            peak_flops=matmul_rate(build.dtype(config.model.compute_dtype), devices=p.mesh.devices.flat),
+            record_traces=config.record_traces,
+            first=phase.first,
+            last=phase.last,
+            resume=resume,
+        )
 
 
 def _scores(
@@ -245,6 +278,7 @@ def evaluate(config: Config, workdir: Path | None) -> results.Curve:
         raise InputError("the config says nothing under `evaluate`: there is nothing to measure.")
     if workdir is not None and not (workdir / "checkpoints").is_dir():
         raise InputError(f"{workdir} has no checkpoints.")
+    config = config_lib.phases(config)[-1].config
     with tempfile.TemporaryDirectory() as scratch, parts(config, Path(scratch)) as p:
         step = 0
         if workdir is not None:
