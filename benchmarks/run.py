@@ -28,7 +28,8 @@ PROMPT = "Write a short story about a dragon who is afraid of the dark."
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. `ours` and `theirs` are arguments of ours.py and of a peer's script."""
+    """One comparison. `ours` and `theirs` are arguments of ours.py and of a peer's script; without a peer,
+    `script` is ours instead of ours.py."""
 
     name: str
     title: str
@@ -73,6 +74,7 @@ CASES = (
     Case("rollouts", "MiniHack episodes at the same time", ("rollouts", "float32", "{repeats}")),
     Case("render", "MiniHack step with and without text", ("render", "float32", "{repeats}")),
     Case("isolation", "MiniHack in a worker process", ("isolation", "float32", "{repeats}")),
+    Case("async", "rollouts beside training", ("{repeats}",), script="async_rollouts.py"),
 )
 
 
@@ -126,7 +128,8 @@ def compare(case: Case, directory: str, pairs: int, repeats: int) -> str:
 
 def alone(case: Case, directory: str, repeats: int) -> list[str]:
     values = {"{repeats}": str(repeats)}
-    found = measure([sys.executable, str(HERE / "ours.py"), directory, *case.ours], values)
+    ours = [str(HERE / case.script)] if case.script else [str(HERE / "ours.py"), directory]
+    found = measure([sys.executable, *ours, *case.ours], values)
     rows = []
     for name, v in found["rates"].items():
         spread = f"{min(v):.3g} / {statistics.median(v):.3g} / {max(v):.3g}"
