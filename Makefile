@@ -1,9 +1,10 @@
 # make train   set up, then train SmolLM2-135M on MiniHack     CONFIG=file.py runs another config, ARGS="..." is passed on
 # make test    set up, then run the tests                      ARGS="tests/rl -k grpo" selects some
 # make bench   speed beside PyTorch, TRL and Tunix             ARGS=grpo selects: grpo train decode prefill rollouts ...
+# make soak    500 steps with faults and kills, which end as the run in which nothing fails
 # make check   what CI runs: format, lint, types, layout, tests
 .DEFAULT_GOAL := help
-.PHONY: help train test bench lint check format requirements setup setup-test clean
+.PHONY: help train test bench soak lint check format requirements setup setup-test clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,6 +28,9 @@ test: $(VENV)/.test
 
 bench: $(VENV)/.train
 	$(PY) benchmarks/run.py $(ARGS)
+
+soak: $(VENV)/.test
+	SOAK_STEPS=500 $(PY) -m pytest -s tests/trust/soak_test.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
