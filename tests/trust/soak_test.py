@@ -1,6 +1,6 @@
 """A long run in which everything that can be retried fails now and then, and the process is killed with -9
-now and then: it ends with the parameters of the run in which nothing failed, with flat memory and nothing left
-over.
+now and then. It ends with the parameters of the run in which nothing failed, with flat memory, and leaves
+nothing behind.
 
 Short here; `make soak` makes 500 steps (SOAK_STEPS). Each life is a process of its own.
 """
