@@ -3,5 +3,6 @@
 from metagym.agents.json_action import json_action
 from metagym.agents.plain import plain
 from metagym.agents.react import react
+from metagym.agents.reflector import reflector
 
-__all__ = ["json_action", "plain", "react"]
+__all__ = ["json_action", "plain", "react", "reflector"]

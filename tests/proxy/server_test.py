@@ -23,9 +23,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from metagym import forward
 from metagym.errors import EngineError, InputError, UnknownNameError
 from metagym.live import Live
-from metagym.proxy import forward
 from metagym.proxy.render import Renderer
 from metagym.proxy.server import Proxy
 from metagym.testing import FaultyBackend, ScriptedBackend

@@ -1,0 +1,117 @@
+"""An actor without a model: it reads advice in free language and does what it says, if the world lets it.
+
+It stands in for a language model in tests and small studies. There is no format that advice must have: it
+looks for the words in which the possible actions differ, in any sentence, in the order in which they come,
+and takes words of refusal into account. Without advice it guesses.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from metagym.agents.plain import plain
+from metagym.meta import Actor
+from metagym.protocols import ChatFn
+from metagym.types import Message
+
+ACTIONS = "Possible actions: "  # how `metagym.agents` lists them, with list_actions=True
+
+_NEGATIONS = frozenset(
+    (
+        *("not", "never", "no", "don't", "dont", "cannot", "can't", "avoid"),
+        *("wrong", "bad", "false", "without", "except", "instead"),
+    )
+)
+_WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)?")
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case."""
+    return [w.replace("’", "'") for w in _WORD.findall(text.casefold())]
+
+
+def follow(messages: Sequence[Message], seed: int = 0) -> str:
+    """A reply to a conversation: one of the actions that the last message lists as possible.
+
+    Each sentence of the system message counts for the actions that share words with it, as far as they stand
+    in the same order, or against them if it holds a word of refusal. The action with the most is taken; of
+    equal ones, any. Once the world has refused what was advised in this conversation ("Wrong.", "You can't
+    ..."), the advice is dropped and every action is as good as another. A pure function: chance is drawn from
+    `seed` and the conversation. Raises ValueError if no actions are listed.
+    """
+    options = possible(messages[-1].content)
+    said = json.dumps([[m.role, m.content] for m in messages])
+    rng = np.random.default_rng([seed, *hashlib.sha256(said.encode()).digest()[:16]])
+    advice = next((m.content for m in messages if m.role == "system"), "")
+    scores = support(advice, options)
+    best = [o for o, s in zip(options, scores, strict=True) if s == max(scores)]
+    if len(best) == len(options) or _refused(messages, best):
+        best = options
+    return best[int(rng.integers(len(best)))]
+
+
+def rule_follower() -> Actor:
+    """The actor for meta-environments: `follow`, with an agent that lists what can be done."""
+    return Actor(_new_chat, agent=plain(format="", list_actions=True), about=_about)
+
+
+def _new_chat(seed: int) -> ChatFn:
+    return functools.partial(follow, seed=seed)
+
+
+def _about() -> Mapping[str, Any]:
+    return {"actor": "rule_follower"}
+
+
+def possible(text: str) -> list[str]:
+    """The actions that a message lists."""
+    for line in text.splitlines():
+        if line.startswith(ACTIONS):
+            return line.removeprefix(ACTIONS).split(", ")
+    raise ValueError(
+        "the message lists no actions, as the agents of metagym.agents do with list_actions=True: "
+        f"{text!r:.200}"
+    )
+
+
+def support(advice: str, options: Sequence[str]) -> list[float]:
+    """How much a text speaks for each action: the sum over its sentences of the share of the action's own
+    words that stand there in order, negative for a sentence of refusal."""
+    said = [words(o) for o in options]
+    common = set(said[0]).intersection(*said[1:])
+    own = [[w for w in o if w not in common] for o in said]
+    total = [0.0] * len(options)
+    for sentence in re.split(r"[.;:!?\n]|, but\b|\bbut\b", advice):
+        heard = words(sentence)
+        sign = -1.0 if _NEGATIONS.intersection(heard) else 1.0
+        for i, wanted in enumerate(own):
+            if wanted:
+                total[i] += sign * _in_order(wanted, heard) / len(wanted)
+    return total
+
+
+def _in_order(wanted: Sequence[str], heard: Sequence[str]) -> int:
+    """Length of the longest common subsequence."""
+    row = [0] * (len(wanted) + 1)
+    for word in heard:
+        for i in range(len(wanted), 0, -1):
+            row[i] = max(row[i], row[i - 1] + (word == wanted[i - 1]), row[i])
+        for i in range(1, len(row)):
+            row[i] = max(row[i], row[i - 1])
+    return row[-1]
+
+
+def _refused(messages: Sequence[Message], advised: Sequence[str]) -> bool:
+    """Whether one of these actions was answered with a word of refusal."""
+    for reply, answer in itertools.pairwise(messages):
+        if reply.role == "assistant" and reply.content in advised:
+            first = words(answer.content)[:4]
+            if _NEGATIONS.intersection(first):
+                return True
+    return False
