@@ -1,10 +1,11 @@
 # make train   set up, then train SmolLM2-135M on MiniHack     CONFIG=file.py runs another config, ARGS="..." is passed on
 # make test    set up, then run the tests                      ARGS="tests/rl -k grpo" selects some
+# make test-harness   install the real coding harnesses (npm, pip), and test them end to end
 # make bench   speed beside PyTorch, TRL and Tunix             ARGS=grpo selects: grpo train decode prefill rollouts ...
 # make soak    500 steps with faults and kills, which end as the run in which nothing fails
 # make check   what CI runs: format, lint, types, layout, tests
 .DEFAULT_GOAL := help
-.PHONY: help train test bench soak lint check format requirements setup setup-test clean
+.PHONY: help train test test-harness bench soak lint check format requirements setup setup-test clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,6 +26,9 @@ train: $(VENV)/.train
 
 test: $(VENV)/.test
 	$(PY) -m pytest $(ARGS)
+
+test-harness: $(VENV)/.test
+	METAGYM_TEST_HARNESS=1 $(PY) -m pytest tests/harness $(ARGS)
 
 bench: $(VENV)/.train
 	$(PY) benchmarks/run.py $(ARGS)
