@@ -23,6 +23,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Literal
 
+from metagym.errors import HarnessError
+
 OURS = "metagym-rl"
 TIMEOUT_S = 120
 
@@ -240,6 +242,21 @@ def examine() -> list[Finding]:
     return found
 
 
+def install_harnesses(names: Sequence[str]) -> int:
+    """Installs harnesses by name; returns the exit code."""
+    from metagym.agents.external import install
+    from metagym.agents.harnesses import HARNESSES, harness
+
+    failed = 0
+    for chosen in HARNESSES.values() if "all" in names else map(harness, names):
+        try:
+            print(f"ok       {chosen.name:20s} {install(chosen)}")
+        except HarnessError as error:
+            print(f"broken   {chosen.name:20s} {error}")
+            failed = 1
+    return failed
+
+
 def command(arguments: Sequence[str]) -> int:
     """`metagym doctor`; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -256,7 +273,15 @@ def command(arguments: Sequence[str]) -> int:
         "--config.FIELD=VALUE changes the config",
     )
     parser.add_argument("--topology", metavar="v5p:4x4x4", help="the TPUs to compile for")
+    parser.add_argument(
+        "--install-harness",
+        metavar="NAME",
+        action="append",
+        help='install a foreign coding harness in an environment of its own; "all" for every one',
+    )
     options, rest = parser.parse_known_args(arguments)
+    if options.install_harness:
+        return install_harnesses(options.install_harness)
     if options.compile:
         from metagym.experiments import compile
 
