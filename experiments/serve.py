@@ -19,7 +19,7 @@ def command(arguments: Sequence[str]) -> int:
     """Serves until SIGINT or SIGTERM; returns the exit code."""
     parser = argparse.ArgumentParser(
         "metagym serve",
-        description="Serves a model to programs and records every token. Prints one JSON line: where programs "
+        description="Serves a model to programs and records every token. Prints a JSON line: where programs "
         "reach it, where sessions are opened, and the key for that.",
         epilog="Exit code 0: ended by a signal. 2: what was asked makes no sense.",
     )
