@@ -3,6 +3,7 @@
 # make test-harness   install the real coding harnesses (npm, pip), and test them end to end
 # make bench   speed beside PyTorch, TRL and Tunix             ARGS=grpo selects: grpo train decode prefill rollouts ...
 # make soak    500 steps with faults and kills, which end as the run in which nothing fails
+# make parity  ALFWorld beside TextWorld, models beside transformers   ALFWORLD_DATA=DIR, ARGS="--train-per-type 300"
 # make check   what CI runs: format, lint, types, layout, tests
 .DEFAULT_GOAL := help
 .PHONY: help train test test-harness bench soak lint check format requirements setup setup-test clean
@@ -32,6 +33,26 @@ test-harness: $(VENV)/.test
 
 bench: $(VENV)/.train
 	$(PY) benchmarks/run.py $(ARGS)
+
+parity: parity-models parity-alfworld
+
+# TextWorld's planner is C++ that is built here, in minutes.
+parity-alfworld: $(VENV)-alfworld/.done
+	$(VENV)-alfworld/bin/python -m pytest tests/envs/alfworld_test.py tests/metagym/adapter_test.py -k textworld
+	ALFWORLD_DATA="$(ALFWORLD_DATA)" $(VENV)-alfworld/bin/python benchmarks/parity_alfworld.py $(ARGS)
+
+parity-models: $(VENV)/.train $(VENV)-transformers/.done
+	$(PY) benchmarks/conformance/transformers_parity.py check --peer $(VENV)-transformers/bin/python
+
+$(VENV)-alfworld/.done: $(VENV)/.uv pyproject.toml
+	@$(BIN)/uv venv --quiet --allow-existing --python $(PY) $(VENV)-alfworld
+	@VIRTUAL_ENV=$(VENV)-alfworld $(BIN)/uv pip install --quiet -e ".[alfworld]" pytest pytest-timeout
+	@touch $@
+
+$(VENV)-transformers/.done: $(VENV)/.uv
+	@$(BIN)/uv venv --quiet --allow-existing --python $(PY) $(VENV)-transformers
+	@VIRTUAL_ENV=$(VENV)-transformers $(BIN)/uv pip install --quiet torch==2.13.0 transformers==5.24.0 safetensors
+	@touch $@
 
 soak: $(VENV)/.test
 	SOAK_STEPS=500 $(PY) -m pytest -s tests/trust/soak_test.py
@@ -85,4 +106,4 @@ requirements: $(VENV)/.uv
 		pyproject.toml requirements/weights.in -o requirements/test.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-alfworld $(VENV)-transformers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
