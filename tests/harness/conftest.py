@@ -8,7 +8,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -95,8 +95,6 @@ class Played:
     backend: ScriptedBackend
     calc: str  # the file as the harness left it
     left: str  # processes that are left in the sandbox
-    proxy: Proxy
-    extra: dict = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -104,39 +102,51 @@ def play(renderer, factory, repository, tmp_path) -> Callable[..., Played]:
     """Lets a harness fix the bug, with a model that says `say(prompt text)`."""
 
     def played(
-        harness, say, *, backend=None, timeout_s=120.0, context=400_000, wrap=None, **options
+        harness,
+        say,
+        *,
+        wrap=lambda backend: backend,
+        timeout_s=120.0,
+        context=400_000,
+        window=200_000,
+        session=(),
+        between=None,
     ) -> Played:
         sockets = tmp_path / "sockets"
         sockets.mkdir(exist_ok=True)
         sockets.chmod(0o755)
         end = renderer.end_of_turn
-        inner = backend or ScriptedBackend(
-            lambda prompt: [*renderer.encode_text(say(renderer.decode(prompt))), end]
-        )
+        inner = ScriptedBackend(lambda prompt: [*renderer.encode_text(say(renderer.decode(prompt))), end])
+        backend = wrap(inner)
         proxy = Proxy(
-            inner if wrap is None else wrap(inner),
+            backend,
             renderer,
-            socket=sockets / "proxy.sock",
+            socket=sockets / ("proxy.sock" if between is None else "behind.sock"),
             context=context,
             sampling=Sampling(max_tokens=4000),
         ).start()
         sandbox: Sandbox | None = None
         try:
-            opened = proxy.open(harness.name, seed=1, **options)
+            opened = proxy.open(harness.name, seed=1, **dict(session))
+            if between is not None:
+                between.start(str(sockets / "proxy.sock"), str(sockets / "behind.sock"))
+                (sockets / "proxy.sock").chmod(0o666)
+                opened.socket = str(sockets / "proxy.sock")
             work = Mount(str(repository), "/workspace", write=True)
             sandbox = factory.start(
                 "host", (*mounts(harness, opened), work), Limits(memory=6 << 30, pids=512, disk=2 << 30)
             )
             outcome = run(
                 harness, sandbox, opened, "Fix add in calc.py", cwd="/workspace", timeout_s=timeout_s,
-                context=min(context, 200_000), max_turns=12,
+                context=window, max_turns=12,
             )  # fmt: skip
             calc = sandbox.read("/workspace/calc.py").decode()
             left = sandbox.exec(
                 "ps -eo comm= | grep -vE '^(sh|bash|bwrap|ps|grep|python3|supervisor)$'", 10
             ).output
-            return Played(outcome, opened, inner, calc, left, proxy)
+            return Played(outcome, opened, inner, calc, left)
         finally:
+            backend.close()
             with contextlib.suppress(Exception):
                 if sandbox is not None:
                     sandbox.close()
