@@ -333,6 +333,13 @@ class TextEnv(gym.Env[str, str]):
         self._running = False
         super().close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TextEnv":
+        """Refused: a world may live in a process of its own, which can't be copied. Raises TypeError."""
+        raise TypeError(
+            f"a {type(self).__name__} can't be copied. To be where it is, reset another to its task and seed "
+            "and repeat the actions."
+        )
+
     def render(self) -> str | None:  # type: ignore[override]
         return self._last if self.render_mode == "ansi" else None
 

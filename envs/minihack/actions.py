@@ -2,12 +2,17 @@
 
 Outside a question an action is a word ("north", "go north", "pick up"), a compass abbreviation ("n", "ne"), a
 name of NLE's enums ("CompassDirection.N", "Command.KICK", "KICK"), or "key" and the key itself ("key k",
-"key ^d"). While the game asks for a letter or yes/no, it is one of the letters it offers, "yes", "no" or
-"escape"; while it asks for a direction, a direction or "escape".
+"key ^d"). While the game asks something, it is an answer to that, or "escape":
+
+* a letter that it offers, "yes", "no", "all", "quit"; a direction; any one key where it offers none;
+* a line of text ("What do you want to write in the dust here?");
+* letters of a menu's page, together: "a", "a c", "a, b and c"; then "next page", "previous page", "done";
+* where something is to be pointed out, what moves the cursor ("north", "far west", "staircase down",
+  "object"), and "here" to choose its place.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 ESCAPE = 27
@@ -155,12 +160,48 @@ def find(text: str) -> int | None:
     return _BY_TEXT.get(text.strip().lower())  # names with "_" and "."
 
 
+WIZARD = {"wish": 23, "identify": 9, "map level": 6, "create monster": 7, "level teleport": 22, "detect": 5}
+"""Keys of NetHack's wizard mode, for custom levels that are played in it."""
+for _text, _code in WIZARD.items():
+    _BY_TEXT.setdefault(_text, _code)
+    CANONICAL.setdefault(_code, _text)
+
+# Commands whose menus are only to be read. (Those of others are answered.)
+_READ = (
+    *(
+        "INVENTORY",
+        "ATTRIBUTES",
+        "CONDUCT",
+        "KNOWN",
+        "OVERVIEW",
+        "VERSION",
+        "VERSIONSHORT",
+        "HISTORY",
+        "EXTLIST",
+    ),
+    *("SEEALL", "SEEAMULET", "SEEARMOR", "SEEGOLD", "SEERINGS", "SEESPELLS", "SEETOOLS", "SEEWEAPON"),
+)
+READING = frozenset(row.code for row in TABLE if row.name in _READ)
+ENTER = 13
+_CURSOR = (
+    *((word, ord(letter)) for word, letter in _COMPASS.values()),
+    *((f"far {word}", ord(letter.upper())) for word, letter in _COMPASS.values()),
+    *(("staircase down", ord(">")), ("staircase up", ord("<")), ("monster", ord("m")), ("object", ord("o"))),
+    *(("door", ord("d")), ("altar", ord("_")), ("self", ord("@")), ("here", ord("."))),
+)
+CHOOSES = frozenset(map(ord, ".,;:")) | {ESCAPE}  # keys that end the pointing out of something
+
+
 @dataclass(frozen=True)
 class Question:
-    """What the game waits for: its text, and the answers it takes, as (word, key code); none: any action."""
+    """What the game waits for: its text, and the answers it takes, as (word, key code); none: any action.
+
+    `kind` is "choice", "key" (any one key), "line", "menu" or "position".
+    """
 
     text: str
     answers: tuple[tuple[str, int], ...]
+    kind: str = "choice"
 
     @property
     def words(self) -> list[str]:
@@ -170,6 +211,31 @@ class Question:
 _CHOICES = re.compile(r"\[([^\]]+)\]")
 
 
+ANY = range(256)  # every key
+
+
+def menu(lines: Sequence[str], page: int, pages: int) -> Question | None:
+    """The question that a menu's page is; None if nothing in it can be chosen."""
+    letters = [m[1] for m in (re.match(r"([a-zA-Z]) [-+#] ", line) for line in lines) if m]
+    if not letters:
+        return None
+    answers = [(letter, ord(letter)) for letter in letters]
+    answers += [("next page", ord(">"))] if page < pages else []
+    answers += [("previous page", ord("<"))] if page > 1 else []
+    return Question("\n".join(lines), (*answers, ("done", ENTER), ("escape", ESCAPE)), "menu")
+
+
+def position(text: str, own: Collection[int]) -> Question:
+    """The question where something is; `own` are the keys that may be used."""
+    answers = [(word, code) for word, code in _CURSOR if code in own]
+    return Question(text, (*answers, ("escape", ESCAPE)), "position")
+
+
+def line(text: str) -> Question:
+    """The question for a line of text."""
+    return Question(text.strip(), (("escape", ESCAPE),), "line")
+
+
 def question(text: str, own: Collection[int]) -> Question:
     """The answers to a question that can be given with a type's own keys; "escape" always can.
 
@@ -177,7 +243,7 @@ def question(text: str, own: Collection[int]) -> Question:
     "Really attack? [yn] (n)".
     """
     text = text.strip()
-    if "direction?" in text:
+    if re.search(r"in what direction|direction\?", text, re.IGNORECASE):
         answers = [(word, code) for word, code in COMPASS.items() if code in own]
         answers += [(w, key(k)) for w, k in (("up", "<"), ("down", ">"), ("here", ".")) if key(k) in own]
     elif match := _CHOICES.search(text):
@@ -187,6 +253,8 @@ def question(text: str, own: Collection[int]) -> Question:
             answers = [(names[c], ord(c)) for c in letters if ord(c) in own]
         else:
             answers = [(c, ord(c)) for c in letters if ord(c) in own]
+    elif own is ANY:
+        return Question(text, (("escape", ESCAPE),), "key")
     else:
         return Question(text, ())
     return Question(text, (*answers, ("escape", ESCAPE)))
@@ -203,8 +271,43 @@ def _expand(choices: str) -> Sequence[str]:
     return list(dict.fromkeys(letters))
 
 
-def answer(text: str, asked: Question) -> tuple[str, int] | None:
-    """Which of a question's answers the text is, as (word, key code); None if it is none of them."""
+def answer(text: str, asked: Question) -> tuple[str, tuple[int, ...]] | None:
+    """Which of a question's answers the text is, as (words, key codes); None if it is none of them."""
+    if _tidy(text) == "escape":
+        return "escape", (ESCAPE,)
+    if asked.kind == "line":
+        said = text.strip()
+        if not said or len(said) > 200 or not said.isascii() or not said.isprintable():
+            return None
+        return said, (*map(ord, said), ENTER)
+    if asked.kind == "menu":
+        return _choice(text, dict(asked.answers))
+    if (found := _one(text, asked)) is not None:
+        return found[0], (found[1],)
+    if asked.kind == "key":
+        said = text.strip()
+        if len(said) == 1 and said.isascii() and said.isprintable():
+            return said, (ord(said),)
+        code = find(text)
+        return None if code is None else (CANONICAL[code], (code,))
+    return None
+
+
+def _choice(text: str, codes: Mapping[str, int]) -> tuple[str, tuple[int, ...]] | None:
+    """Letters of a menu, and what is to follow: by default, that nothing more is chosen."""
+    rest = re.sub(
+        r"\b(next|previous) page\b", lambda m: {"n": ">", "p": "<"}[m[1][0]], text.strip().rstrip(".")
+    )
+    words = [w for w in re.split(r"[\s,]+", rest) if w not in ("", "and", "select", "choose")]
+    names = {">": "next page", "<": "previous page"}
+    said = [names.get(word, word) for word in words]
+    if not said or any(word not in codes for word in said):
+        return None
+    turns = said[-1] in ("next page", "previous page", "done")
+    return ", ".join(said), (*(codes[word] for word in said), *(() if turns else (ENTER,)))
+
+
+def _one(text: str, asked: Question) -> tuple[str, int] | None:
     exact = text.strip().strip("`\"'")
     tidy = _tidy(text)
     codes = {code: word for word, code in asked.answers}

@@ -141,6 +141,8 @@ FAMILIES = {
     "Custom": _family("", "{Navigation,Skill}-Custom", why_not=_NO_DES),
 }
 
+CUSTOM = Family(_STAIRS, (), stairs=True)  # levels of one's own
+
 FAMILY_OF = {kind: family for family in FAMILIES.values() for kind in family.types}
 _SHORT = {kind.removeprefix("MiniHack-").rpartition("-v")[0].lower(): kind for kind in FAMILY_OF}
 

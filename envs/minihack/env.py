@@ -1,7 +1,9 @@
 """The environment. Imports neither nle nor minihack: those live in the worker (see `metagym.envs.worker`)."""
 
+import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from metagym.types import Task
 
 PARTS = ("goal", "message", "seen", "map", "inventory", "statistics")
 REWARDS = ("minihack", "sparse")
+PROMPTS = ("all", "minihack")
+LEVEL_KINDS = ("skill", "navigation")
 SPLITS = {
     "train": range(0, 1_000_000),
     "validation": range(1_000_000, 1_100_000),
@@ -49,7 +53,8 @@ class MiniHackEnv(TextEnv):
     Observation: the parts of `observation`, in this order: the goal (in the first one only), what the game
     says, what is seen with directions, the map, the inventory, the statistics. "full" is all of them,
     "compact" a form of under 20 tokens ("The staircase is 2 steps north and 1 step east."), which leaves
-    out most; a question of the game and feedback to a bad action always stand. Action: see
+    out most; a question of the game and feedback to a bad action always stand; "balrog" has the sections of
+    BALROG's (message, language observation, cursor, map, inventory). Action: see
     `metagym.envs.minihack.actions`. One that can't be parsed or isn't allowed gives feedback, costs a turn
     and does nothing.
 
@@ -63,10 +68,17 @@ class MiniHackEnv(TextEnv):
 
     Args:
         split, types, tasks, max_turns, render_mode: see TextEnv.
-        observation: "full", "compact", or some of PARTS.
+        observation: "full", "compact", "balrog", or some of PARTS.
         reward: "minihack" or "sparse".
         actions: words that the agent is restricted to, such as four moves; None: the type's own actions.
-            Questions can always be answered with the type's own keys.
+            Questions can be answered all the same.
+        prompts: "all": every question of the game is the agent's to answer: letters, directions, lines of
+            text, menus, places on the map. "minihack": those that MiniHack lets it answer, with the
+            type's own keys; it closes the others, which the observation tells.
+        levels: levels of your own, in place of MiniHack's: name -> a des file, as a path or as its text (the
+            level's name in it must be "mylevel"), or a folder of `*.des`. A name is a type.
+        level_options: for these: `kind` "skill" (default: all commands) or "navigation" (moves), and what
+            MiniHack's class of that kind takes, such as `max_episode_steps`, `character`, `wizard`.
         isolate: NetHack in a worker process, so that it can't take this one along; False: in this process,
             faster, without deadlines.
         timeout_s: of each reset and step of a worker, in seconds.
@@ -86,6 +98,9 @@ class MiniHackEnv(TextEnv):
         observation: str | Sequence[str] = "full",
         reward: str = "minihack",
         actions: Iterable[str] | None = None,
+        prompts: str = "all",
+        levels: str | PathLike[str] | Mapping[str, str | PathLike[str]] | None = None,
+        level_options: Mapping[str, Any] | None = None,
         isolate: bool = True,
         timeout_s: float = 30.0,
         recycle_after: int = 200,
@@ -97,6 +112,7 @@ class MiniHackEnv(TextEnv):
                 raise MissingExtraError(
                     "metagym/MiniHack-v0", "minihack", ModuleNotFoundError(f"no package {package}")
                 )
+        self._levels = _read_levels(levels, level_options or {})
         chosen, ids = names_in("types", types), names_in("tasks", tasks)
         if chosen is not None:
             chosen = tuple(catalog.full_name(t) for t in chosen)
@@ -105,7 +121,7 @@ class MiniHackEnv(TextEnv):
             ids = tuple(_full_task(id) for id in ids)
             _refuse(id.rpartition(":")[0] for id in ids)
         super().__init__(
-            NumberedTasks(catalog.runnable(), SPLITS),
+            NumberedTasks(tuple(self._levels) or catalog.runnable(), SPLITS),
             split=split,
             types=chosen,
             tasks=ids,
@@ -119,7 +135,15 @@ class MiniHackEnv(TextEnv):
                 "timeout_s must be positive and recycle_after at least 1, "
                 f"got {timeout_s} and {recycle_after}."
             )
-        self._game_kwargs = {"parts": _parts(observation), "reward": reward, "only": _codes(actions)}
+        if prompts not in PROMPTS:
+            raise UnknownNameError("prompts", prompts, PROMPTS)
+        self._game_kwargs = {
+            "parts": _parts(observation),
+            "reward": reward,
+            "only": _codes(actions),
+            "prompts": prompts,
+            "levels": self._levels,
+        }
         self._isolate, self._recycle_after, self._episodes = isolate, recycle_after, 0
         self.waits = isolate
         self._worker = worker.Worker(_TARGET, self._game_kwargs, label="nle", timeout_s=timeout_s)
@@ -146,7 +170,7 @@ class MiniHackEnv(TextEnv):
             self._worker.close()
             self._episodes = 0
         self._episodes += 1
-        family = catalog.FAMILY_OF[task.type]
+        family = catalog.FAMILY_OF.get(task.type, catalog.CUSTOM)
         frame = self._call("reset", task.type, int(task.id.rpartition(":")[2]), family.goal, family.stairs)
         self._limit, self._goal = self.max_turns or frame.limit, family.goal
         return frame.observation, self._facts(frame, frame.end)
@@ -196,12 +220,42 @@ def _parts(observation: str | Sequence[str]) -> tuple[str, ...]:
     names = (observation,) if isinstance(observation, str) else tuple(observation)
     if names == ("full",):
         return PARTS
-    if names == ("compact",):
+    if names in (("compact",), ("balrog",)):
         return names
     for name in names:
         if name not in PARTS:
-            raise UnknownNameError("part of the observation", name, PARTS, 'Or "full", or "compact".')
+            raise UnknownNameError("part of the observation", name, PARTS, 'Or "full", "compact", "balrog".')
     return tuple(part for part in PARTS if part in names)
+
+
+def _read_levels(levels: Any, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name -> `kind` and what MiniHack's class takes, the text of the level in it."""
+    if levels is None:
+        if options:
+            raise InputError("level_options= is for levels of your own: pass levels= too.")
+        return {}
+    if not isinstance(levels, Mapping):
+        folder = Path(levels)
+        levels = {path.stem: path for path in sorted(folder.glob("*.des"))}
+        if not levels:
+            raise InputError(f"levels={str(folder)!r} is no folder with *.des files in it.")
+    kind = options.get("kind", "skill")
+    if kind not in LEVEL_KINDS:
+        raise UnknownNameError("kind of level", kind, LEVEL_KINDS)
+    made = {}
+    for name, level in levels.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in catalog.FAMILY_OF:
+            raise InputError(
+                f"a level's name is made of letters, digits, '_', '-' and '.', got {name!r:.100}."
+            )
+        try:
+            text = level if isinstance(level, str) and "\n" in level else Path(level).read_text()
+        except (OSError, UnicodeDecodeError, TypeError) as error:
+            raise InputError(f"level {name!r} can't be read: {error}") from error
+        made[name] = {**options, "kind": kind, "des_file": text if text.endswith("\n") else f"{text}\n"}
+    if not made:
+        raise InputError("levels={} has no level: pass None for MiniHack's own.")
+    return made
 
 
 def _codes(words: Iterable[str] | None) -> tuple[int, ...] | None:

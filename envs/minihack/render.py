@@ -5,6 +5,7 @@ the axes: "2 steps north and 1 step east".
 """
 
 import importlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -196,6 +197,17 @@ def window_of(screen: np.ndarray) -> list[str]:
     return []
 
 
+def page_of(screen: np.ndarray) -> tuple[int, int]:
+    """Which page of how many a menu on the screen is at; (0, 0) if there is no menu, u8[24, 80]."""
+    for line in screen:
+        text = line.tobytes().decode("latin-1").rstrip()
+        if text.endswith("(end)"):
+            return 1, 1
+        if match := re.search(r"\((\d+) of (\d+)\)$", text):
+            return int(match[1]), int(match[2])
+    return 0, 0
+
+
 def tokens(text: str) -> int:
     """A cautious estimate of a text's tokens in a small vocabulary that splits numbers into digits."""
     count = 0
@@ -234,3 +246,80 @@ def compact(
         if not text or tokens(text) + tokens(sentence) <= limit:
             text = f"{text} {sentence}".strip()
     return text
+
+
+# --- BALROG's layout (https://arxiv.org/abs/2411.13543), in the words of NLE's language wrapper -----------
+
+_RENAMED = {"staircase down": "stairs down", "staircase up": "stairs up"}
+_SIDES = (("", "north", "south"), ("", "east", "west"))  # by sign: 0, more, less
+
+
+def _bearing(rows: int, columns: int) -> tuple[str, str]:
+    """An offset as words for distance and direction: (-5, 2) is ("near", "northnortheast")."""
+    far = max(abs(rows), abs(columns))
+    distance = next(w for w, most in _DISTANCES if far <= most)
+    diagonal = min(abs(rows), abs(columns))
+    up, right = -rows, columns
+    corner = _SIDES[0][(up > 0) - (up < 0)] + _SIDES[1][(right > 0) - (right < 0)] if diagonal else ""
+    straight = ""
+    if abs(up) > diagonal:
+        straight = _SIDES[0][1 if up > 0 else 2]
+    elif abs(right) > diagonal:
+        straight = _SIDES[1][1 if right > 0 else 2]
+    return distance, straight + corner
+
+
+_DISTANCES = (("adjacent", 1), ("very near", 2), ("near", 5), ("far", 19), ("very far", 1000))
+_ROSE: tuple[str, ...] = (
+    *("north", "northnortheast", "northeast", "eastnortheast", "east", "eastsoutheast", "southeast"),
+    *("southsoutheast", "south", "southsouthwest", "southwest", "westsouthwest", "west", "westnorthwest"),
+    *("northwest", "northnorthwest"),
+)
+
+
+def balrog_seen(glyphs: np.ndarray, descriptions: np.ndarray, row: int, column: int) -> str:
+    """Everything in sight, and walls and doorways along the eight directions, the farthest first."""
+    kinds = _KIND.take(glyphs)
+    kinds[row, column] = NOTHING
+    spots = [(int(r), int(c)) for r, c in zip(*(kinds != NOTHING).nonzero(), strict=True)]
+    for _, dr, dc in _AROUND:
+        for step in range(1, 10):
+            r, c = row + step * dr, column + step * dc
+            if not (0 <= r < glyphs.shape[0] and 0 <= c < glyphs.shape[1]):
+                break
+            if kinds[r, c] == NOTHING and not _OPEN[glyphs[r, c]] and text_of(descriptions[r, c]):
+                spots.append((r, c))
+                break
+    ways: dict[tuple[str, str], list[str]] = {}
+    order = [word for word, _ in reversed(_DISTANCES)]
+    placed = [(*_bearing(r - row, c - column), r, c) for r, c in spots]
+    placed.sort(key=lambda p: (order.index(p[0]), _ROSE.index(p[1])))
+    for distance, direction, r, c in placed:
+        if name := text_of(descriptions[r, c]):
+            ways.setdefault((_RENAMED.get(name, name), distance), []).append(direction)
+    lines = []
+    for (name, distance), directions in ways.items():
+        once = [d for d in dict.fromkeys(directions) if directions.count(d) == 1]
+        more = [d for d in dict.fromkeys(directions) if directions.count(d) > 1]
+        lines += [f"{n} {distance} {_and(d)}" for n, d in ((name, once), (f"{name}s", more)) if d]
+    return "\n".join(lines)
+
+
+def _and(words: Sequence[str]) -> str:
+    if len(words) < 3:
+        return " and ".join(words)
+    return f"{', '.join(words[:-1])}, and {words[-1]}"
+
+
+def balrog_cursor(descriptions: np.ndarray, row: int, column: int, cursor: Sequence[int]) -> str:
+    """Where the cursor is, i64[2] of the terminal, in words and in the terminal's coordinates."""
+    at, x = int(cursor[0]) - 1, int(cursor[1])
+    inside = 0 <= at < descriptions.shape[0] and 0 <= x < descriptions.shape[1]
+    name = text_of(descriptions[at, x]) if inside else ""
+    where_to = "Yourself a" if (at, x) == (row, column) else " ".join(_bearing(at - row, x - column))
+    return f"{where_to} {name}".strip() + f"\n(x={x}, y={int(cursor[0])})"
+
+
+def balrog_map(screen: np.ndarray) -> str:
+    """The terminal without its first line, u8[24, 80]."""
+    return "\n".join(line.tobytes().decode("latin-1") for line in screen[1:])

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib.util
 import re
+import time
 import tracemalloc
 
 import gymnasium as gym
@@ -104,6 +105,19 @@ def test_the_expert_is_a_plan_from_here_on():
         assert info["expert"] == []
     with make() as env:
         assert "expert" not in env.reset(seed=0)[1]
+
+
+def test_the_expert_is_no_burden():
+    """A planner that is asked after each step made one take minutes, elsewhere."""
+    seconds = []
+    with make(expert=True) as env:
+        for kind in (TYPES[0], HEAT, TYPES[5]):
+            _, info = env.reset(options={"task": f"{kind}:8"})
+            while info["expert"]:
+                start = time.process_time()
+                *_, info = env.step(info["expert"][0])
+                seconds.append(time.process_time() - start)
+    assert max(seconds) < 0.5
 
 
 @pytest.mark.parametrize("word", ["in/on", "in", "on", "into"])

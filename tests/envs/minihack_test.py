@@ -86,7 +86,10 @@ def test_types_that_cannot_run_say_why(name, reason):
 def test_unknown_names():
     with pytest.raises(UnknownNameError, match="Room-Random-5x5"):
         MiniHackEnv(types="Room-Randm-5x5")
-    for kwargs in ({"observation": "short"}, {"reward": "dense"}, {"actions": ["fly"]}, {"split": "dev"}):
+    for kwargs in (
+        *({"observation": "short"}, {"reward": "dense"}, {"actions": ["fly"]}, {"split": "dev"}),
+        *({"prompts": "some"}, {"levels": {"a": DES}, "level_options": {"kind": "quest"}}),
+    ):
         with pytest.raises(UnknownNameError):
             MiniHackEnv(**kwargs)
     with pytest.raises(InputError):
@@ -168,6 +171,29 @@ def test_seeding_is_real():
             one.reset(options={"task": f"Room-Random-15x15:{n}"})
             screens.add(one._game.screen().tobytes())
         assert len(screens) == 10
+
+
+def test_a_task_is_one_level():
+    """Reported of KeyRoom: maps differed in spite of the seed."""
+    with here(types="KeyRoom-S5") as env:
+        screens = set()
+        for _ in range(20):
+            env.reset(options={"task": "KeyRoom-S5:11"})
+            screens.add(env._game.screen().tobytes())
+    assert len(screens) == 1
+
+
+def test_two_games_take_turns_in_one_process():
+    """NetHack keeps its state in globals: games of two envs, reset and stepped by turns, don't mix."""
+    with here(types="Room-Random-15x15") as one, here(types="Room-Ultimate-15x15") as other:
+        alone = [play(env, env.tasks[n].id, MOVES) for n in range(3) for env in (one, other)]
+        for n in range(3):
+            streams = [[env.reset(seed=1, options={"task": env.tasks[n].id})] for env in (one, other)]
+            for move in MOVES:
+                for env, stream in zip((one, other), streams, strict=True):
+                    if not (len(stream[-1]) == 5 and (stream[-1][2] or stream[-1][3])):
+                        stream.append(env.step(move))
+            assert streams == alone[2 * n : 2 * n + 2]
 
 
 @pytest.mark.parametrize("kind", ["Room-Ultimate-15x15", "Sokoban1a", "KeyRoom-S5", "River"])
@@ -294,10 +320,259 @@ def test_questions_are_answered_by_text():
 
 
 def test_a_question_that_the_type_does_not_ask_is_told():
-    with here(types="KeyRoom-S5", observation=["message"]) as env:
+    with here(types="KeyRoom-S5", observation=["message"], prompts="minihack") as env:
         env.reset(options={"task": "KeyRoom-S5:3"})
         observation = env.step("apply")[0]
         assert observation == "What do you want to use or apply? [efg or ?*] (not answered)\nNever mind."
+
+
+# --- every kind of question, in levels of our own --------------------------------------------------------
+
+DES = """MAZE: "mylevel", ' '
+GEOMETRY: center,center
+MAP
+-------------
+|...........|
+|...........|
+|...........|
+-------------
+ENDMAP
+REGION: (0,0,12,4), lit, "ordinary"
+BRANCH:(2,2,2,2),(0,0,0,0)
+STAIR:(11,2),down
+OBJECT:('%',"apple"),(3,2)
+OBJECT:('%',"pear"),(3,2)
+"""
+FOOD = ("orange", "melon", "banana", "carrot", "pancake", "lembas wafer", "cram ration", "food ration", "egg")
+TOOLS = (
+    "saddle",
+    "expensive camera",
+    "bugle",
+    "mirror",
+    "figurine",
+    "stethoscope",
+    "tin opener",
+    "skeleton key",
+    "lock pick",
+    "tin whistle",
+    "magic marker",
+    "blindfold",
+    "towel",
+    "leash",
+)
+PILE = "".join(f"OBJECT:('%',\"{n}\"),(4,2)\n" for n in FOOD)
+PILE += "".join(f"OBJECT:('(',\"{n}\"),(4,2)\n" for n in TOOLS)
+KNIGHT = {"character": "kni-hum-law-mal"}
+
+
+def own(text=DES, name="mine", **options):
+    kwargs = {"types": None, "observation": ["message"], "levels": {name: text}}
+    return here(**kwargs, level_options={**KNIGHT, **options})
+
+
+def say(env, *texts):
+    """What is asked, and what else is said, at the end of some actions."""
+    for text in texts:
+        *_, info = env.step(text)
+        assert info["action"] is not None, text
+    return info["admissible"], info["message"]
+
+
+def test_letters_lines_and_any_key():
+    with own() as env:
+        env.reset(seed=0)
+        assert say(env, "engrave")[0] == ["-", "a", "b", "escape"]
+        asked, said = say(env, "-")
+        assert asked == ["escape"]
+        assert said.endswith("What do you want to write in the dust here?")
+        observation, *_, info = env.step("Grüße")
+        assert observation.startswith('"Grüße" is no answer to that. Possible: a line of text, or escape.')
+        assert info["action"] is None
+        assert say(env, "Elbereth", "look")[1].endswith('You read: "Elbereth".')
+
+
+def test_yes_no_and_directions():
+    with own() as env:
+        env.reset(seed=0)
+        assert say(env, "pray")[0] == ["yes", "no", "escape"]
+        assert say(env, "no")[0][0] == "north"
+        assert say(env, "kick")[0][-1] == "escape"
+        assert env.step("dance")[4]["action"] is None
+        assert say(env, "east")[0][0] == "north"
+        assert say(env, "chat")[0][:2] == ["north", "east"]
+
+
+def test_menus_are_chosen_from():
+    with own() as env:
+        env.reset(seed=0)
+        env.step("east")
+        asked, said = say(env, "pick up")
+        assert asked == ["a", "b", "done", "escape"]
+        assert said == "Pick up what?\nComestibles\na - an apple\nb - a pear"
+        assert env.step("apple")[0].startswith('"apple" is no answer to that. Possible: a, b, done, escape.')
+        assert say(env, "escape")[0][0] == "north"  # nothing taken
+        say(env, "pick up")
+        assert "a pear." in say(env, "b")[1]
+        say(env, "drop type")
+        asked, said = say(env, "a")  # of a menu another one comes
+        assert said.endswith("a pear")
+        assert "What would you like to drop?" in said
+        assert say(env, asked[-3], "look")[1].count("\n") == 2  # a heading, the apple, the pear
+        asked, said = say(env, "inventory")  # nothing to choose there: it is read
+        assert asked[0] == "north"
+        assert said.startswith("Weapons\n")
+
+
+def test_menus_of_several_pages():
+    with own(DES + PILE) as env:
+        env.reset(seed=0)
+        say(env, "east", "east", "pick up")
+        asked, said = say(env, "next page")
+        assert asked[-3:] == ["previous page", "done", "escape"]
+        assert "towel" in said
+        assert say(env, "previous page")[0][-3:] == ["next page", "done", "escape"]
+        _, said = say(env, "a, next page", "a")  # one of each page
+        assert len([line for line in said.replace("  ", "\n").split("\n") if " - " in line]) == 2
+
+
+def test_places_are_pointed_out():
+    with own() as env:
+        env.reset(seed=0)
+        observation, *_, info = env.step("jump")
+        assert observation.startswith("The game asks: Where do you want to jump? The cursor is here. Move")
+        assert info["admissible"][:2] == ["north", "east"]
+        assert "The cursor is 2 steps east." in [env.step("east") for _ in range(2)][1][0]
+        assert "The cursor is 1 step north and 2 steps east." in env.step("north")[0]
+        before = env._game._position()
+        assert say(env, "here")[0][0] == "north"
+        row, column = before
+        assert env._game._position() == (row - 1, column + 2)
+        say(env, "jump")
+        assert "9 steps" in env.step("staircase down")[0] or "steps east" in env.step("look")[0]
+        assert say(env, "escape")[0][0] == "north"
+
+
+def test_wizard_mode():
+    with own(wizard=True) as env:
+        *_, info = env.reset(seed=0)
+        assert {"wish", "create monster", "level teleport"} <= set(info["admissible"])
+        asked, said = say(env, "wish")
+        assert (asked, said) == (["escape"], "For what do you wish?")
+        assert "3 apples" in say(env, "3 blessed apples")[1]
+        assert "Create what kind of monster?" in say(env, "create monster")[1]
+        say(env, "newt")
+
+
+def test_no_step_is_eaten():
+    """After whatever was asked and however it was answered, a move moves."""
+    ways = ("engrave|escape", "engrave|-|x", "call|a|home", "jump|escape", "jump|far east|here", "pray|no")
+    for way in (*ways, "inventory type|a|done", "adjust|a|z", "drop type|escape"):
+        with own() as env:
+            env.reset(seed=0)
+            say(env, *way.split("|"))
+            column = env._game._position()[1]
+            say(env, "east")
+            assert env._game._position()[1] == column + 1, way
+
+
+def test_the_game_goes_on_as_before_where_minihack_closes_menus():
+    with (
+        own(wizard=False) as env,
+        here(
+            types=None,
+            observation=["message"],
+            levels={"mine": DES},
+            level_options=KNIGHT,
+            prompts="minihack",
+        ) as other,
+    ):
+        for each in (env, other):
+            each.reset(seed=0)
+            each.step("east")
+        assert "pick up" in say(other, "pick up")[0]
+        assert say(other, "look")[1] == say(env, "pick up", "escape", "look")[1]
+
+
+# --- levels of one's own ---------------------------------------------------------------------------------
+
+
+def test_levels_are_types(tmp_path):
+    (tmp_path / "one.des").write_text(DES)
+    (tmp_path / "two.des").write_text(DES.replace("(11,2)", "(9,1)"))
+    with here(types=None, levels=tmp_path) as env:
+        assert env.types == ("one", "two")
+        assert [t.id for t in env.tasks[:3]] == ["one:0", "two:0", "one:1"]
+        (tmp_path / "one.des").unlink()  # read when the env is made
+        assert env.reset(options={"task": "one:5"})[0].startswith("The staircase is 9 steps east.")
+        assert env.reset(options={"task": "two:5"})[0].startswith("The staircase is 1 step north and 7 steps")
+        assert "Reach the staircase down." in env.reset(seed=0)[1]["goal"]
+        for _ in range(7):
+            *_, info = env.step("east")
+        *_, info = env.step("northeast") if "two" in info["task"] else env.step("east")
+    with make(types="one", levels={"one": DES}, level_options={"kind": "navigation"}) as env:
+        env.reset(seed=0)
+        assert len(env.step("kick")[4]["admissible"]) == 8
+        while not (end := env.step("east"))[2]:
+            pass
+        assert end[4]["success"]
+
+
+def test_levels_that_are_wrong():
+    with (
+        own("LEVEL: nonsense\n") as env,
+        pytest.raises(InputError, match=r"level 'mine' can't be compiled: .*line"),
+    ):
+        env.reset(seed=0)
+    with own(DES.replace('"mylevel"', '"other"')) as env, pytest.raises(InputError, match="named mylevel"):
+        env.reset(seed=0)
+    with (
+        make(types=None, levels={"mine": "LEVEL: nonsense\n"}) as env,
+        pytest.raises(InputError, match="compiled"),
+    ):
+        env.reset(seed=0)
+    for wrong in ("/no/such/folder", {}, {"a:b": DES}, {ROOM: DES}, {"a": "/no/such/file.des"}, {"a": 5}):
+        with pytest.raises(InputError):
+            MiniHackEnv(levels=wrong)
+    with pytest.raises(InputError, match="pass levels="):
+        MiniHackEnv(level_options={"wizard": True})
+
+
+def test_conformance_of_levels():
+    make_env = functools.partial(gym.make, "metagym/MiniHack-v0", levels={"mine": DES}, isolate=False)
+    testing.check_text_env(make_env, steps=12, vector=False, tasks_differ=False)
+
+
+# --- BALROG's layout -------------------------------------------------------------------------------------
+
+
+def test_balrogs_layout():
+    with here(types="Room-5x5", observation="balrog") as env:
+        observation = env.reset(options={"task": "Room-5x5:0"})[0]
+        names = ["message", "language observation", "cursor", "map", "inventory"]
+        assert re.findall(r"^([a-z ]+):$", observation, re.MULTILINE) == names
+        parts = re.split(r"^[a-z ]+:\n", observation, flags=re.MULTILINE)[1:]
+        assert parts[0].startswith("Goal: Reach the staircase down.\nHello Agent, welcome to NetHack!")
+        assert parts[1] == "stairs down near southeast\n\n"
+        assert parts[2] == "Yourself a human rogue called Agent\n(x=36, y=10)\n\n"
+        assert [len(line) for line in parts[3].rstrip("\n").split("\n")] == [80] * 23
+        assert parts[4].startswith("a: a +0 short sword (weapon in hand)\nb: ")
+        assert '"fly" is not an action here.' in env.step("fly")[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "words"),
+    [
+        (-1, 0, ("adjacent", "north")),
+        (2, 2, ("very near", "southeast")),
+        (-5, 2, ("near", "northnortheast")),
+        (2, -6, ("far", "westsouthwest")),
+        (0, 30, ("very far", "east")),
+    ],
+)
+def test_distances_and_directions_in_balrogs_words(rows, columns, words):
+    from metagym.envs.minihack import render
+
+    assert render._bearing(rows, columns) == words
 
 
 # --- actions, ends, rewards ----------------------------------------------------------------------------

@@ -1,3 +1,4 @@
+import copy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -179,6 +180,17 @@ def test_a_closed_env_takes_no_step_but_a_reset():
         env.step("x")
     env.reset(seed=0)
     assert env.step("x")[0] == "x"
+
+
+def test_an_episode_is_repeated_not_copied():
+    env = EchoEnv()
+    observation, info = env.reset(seed=3)
+    stream = [env.step(action) for action in ("one", "two")]
+    with pytest.raises(TypeError, match="a EchoEnv can't be copied"):
+        copy.deepcopy(env)
+    again = EchoEnv()
+    assert again.reset(seed=info["seed"], options={"task": info["task"]})[0] == observation
+    assert [again.step(action) for action in ("one", "two")] == stream
 
 
 def test_the_turn_limit_truncates_and_starts_anew_with_each_reset():
