@@ -188,6 +188,16 @@ class Trajectory:
     error: str | None = None
     system: str | None = None  # the system prompt that the agent was given, if any
     final: str | None = None  # the observation after the last action; None if there was none
+    branches: tuple["Branch", ...] = ()  # continuations from its turns, if some were played
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A continuation of an episode from one of its turns on; see `metagym.prefix`."""
+
+    at: int  # the turn that is the first of its own
+    calls: tuple[int, int]  # the model calls [first, end) that are its own, as `TokenTrace.turn` counts
+    trajectory: Trajectory  # all its turns, the shared ones first; its tokens are in the episode's traces
 
 
 @dataclass(frozen=True)

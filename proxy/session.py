@@ -173,6 +173,29 @@ class Session(Live):
             raise self.failed(call, error) from error
         return self.record(call, generation, text_only=True).message
 
+    def recall(self, messages: Sequence[Message], generation: Generation, *, prefix: str = "") -> Message:
+        """Takes an answer that was sampled before, in another session, as the answer to these messages. It is
+        not trainable here. Whether it ended by itself is seen by its last token.
+
+        Raises InputError and EngineError as `chat` does; no budget counts it.
+        """
+        stopped = bool(len(generation.tokens)) and int(generation.tokens[-1]) in self.sampling.stop_token_ids
+        generation = replace(generation, finish="stop" if stopped else "length")
+        plan = self.plan(Request(tuple(messages), prefix=prefix))
+        with self._lock:
+            turn, self._turns = self._turns, self._turns + 1
+            self._counts["calls"] += 1
+        parent, prompt = self._render(plan)
+        sampling = replace(self.sampling, max_tokens=max(1, len(generation.tokens)))
+        done: concurrent.futures.Future[Generation] = concurrent.futures.Future()
+        done.set_result(generation)
+        reply = self.record(Call(plan, parent, prompt, turn, sampling, done), generation, text_only=True)
+        with self._lock:
+            reply.node.recalled = True
+            self._counts["sampled_tokens"] -= len(generation.tokens)
+            self._counts["recalled_tokens"] += len(generation.tokens)
+        return reply.message
+
     def plan(self, request: Request) -> Plan:
         """Finds what a request goes on from. Raises InputError, and a budget's error once it is used up."""
         if not request.messages:

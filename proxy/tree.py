@@ -46,6 +46,7 @@ class Node:
     tools: Sequence[Mapping[str, Any]] = ()  # what the call could use
     request: Hashable = None  # the same for a retry of the same request; None: nothing is a retry of it
     delivered: bool = True
+    recalled: bool = False  # sampled, and trained, in another session
     children: list["Node"] = field(default_factory=list)
 
     def path(self) -> list["Node"]:
@@ -154,7 +155,7 @@ class Tree:
         order = {id(n): i for i, n in enumerate(self.nodes)}
         kinds = self.kinds()
         leaves = [n.path() for n in self.nodes if not n.children]
-        trained: set[int] = set()
+        trained = {id(n) for n in self.nodes if n.recalled}
         traces = []
         for path in sorted(leaves, key=lambda path: [order[id(n)] for n in path]):
             kind = kinds[id(path[0])]

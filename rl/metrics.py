@@ -203,6 +203,10 @@ def episode_record(trajectory: Trajectory, *, traces: bool = False) -> dict[str,
         ],
         "final": trajectory.final,
     }
+    if trajectory.branches:
+        record["branches"] = [
+            {"at": b.at, "calls": list(b.calls)} | episode_record(b.trajectory) for b in trajectory.branches
+        ]
     return record | ({"traces": [_trace_record(t) for t in trajectory.traces]} if traces else {})
 
 

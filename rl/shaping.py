@@ -55,9 +55,10 @@ def format_errors(trajectory: Trajectory) -> list[int]:
 
 
 def teaches(group: Group) -> bool:
-    """Whether the raw outcomes of a group differ; episodes that are not in the loss do not count. What
-    dynamic sampling keeps."""
-    return not all_equal(np.array([t.outcome for t in group.trajectories if t.stop.in_loss]))
+    """Whether the raw outcomes of a group differ, those of continuations included; episodes that are not in
+    the loss do not count. What dynamic sampling keeps."""
+    played = [x for t in group.trajectories for x in (t, *(b.trajectory for b in t.branches))]
+    return not all_equal(np.array([t.outcome for t in played if t.stop.in_loss]))
 
 
 def successes(
