@@ -19,6 +19,7 @@ from typing import Any, get_args
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -46,18 +47,19 @@ from metagym.models import (
 from metagym.models.config import TARGETS
 from metagym.models.shapes import SHAPES
 from metagym.models.sharding import AXES
+from metagym.prefix import branches
 from metagym.protocols import Backend
 from metagym.proxy.backends.embedded import EmbeddedBackend, Tiles
 from metagym.proxy.render import Renderer
 from metagym.proxy.session import Session
-from metagym.rl import advantages, algorithms, losses, shaping
+from metagym.rl import advantages, algorithms, credit, losses, shaping
 from metagym.rl.health import Rule
 from metagym.rl.metrics import read_jsonl
 from metagym.rl.rollouts import Episode, Request, TaskStream
 from metagym.rl.shaping import Penalty
 from metagym.rl.train_step import Policy, make_optimizer
 from metagym.rl.types import Algorithm, Reduction
-from metagym.types import Sampling, StopReason, Task, Trajectory
+from metagym.types import Branch, Sampling, StopReason, Task, Trajectory
 
 log = logging.getLogger("metagym.build")
 AGENTS = {name: getattr(metagym.agents, name) for name in metagym.agents.__all__}
@@ -76,7 +78,7 @@ TERMS = {
         "sequence_mask": losses.sequence_mask,
         "off_policy_mask": losses.off_policy_mask,
     },
-    "credit": {"turn": advantages.by_turn, "step": advantages.by_step},
+    "credit": {"turn": advantages.by_turn, "step": advantages.by_step, "prefix": credit.by_prefix},
     "select": {"complete": shaping.complete, "successes": shaping.successes},
 }
 PENALTIES = {
@@ -437,19 +439,52 @@ def build_episode(
         "training": training,
     }
 
+    points, count = (config.rollout.branch_points, config.rollout.branches) if training else (0, 0)
+    if count and config.sampling.token_budget:
+        raise InputError("config.rollout.branches and config.sampling.token_budget exclude each other.")
+
     def episode(request: Request) -> Trajectory:
         session = Session(backend, renderer, **given, seed=request.sampling_seed)
 
         def play(env: gym.Env[str, str]) -> Trajectory:
-            return run(env, session, request.task, seed=request.seed, agent=agent, max_turns=limit)
+            settings: dict[str, Any] = {"agent": agent, "max_turns": limit}
+            played = run(env, session, request.task, seed=request.seed, **settings)
+            played = shaping.shaped(dataclasses.replace(played, traces=session.traces), penalties)
+            if not count:
+                return played
+            found = branches(
+                env,
+                session,
+                played,
+                points=points,
+                count=count,
+                seed=request.sampling_seed,
+                calls=lambda: int(session.metrics["calls"]),
+                **settings,
+            )
+            return dataclasses.replace(played, branches=tuple(map(shape, found)))
+
+        def shape(branch: Branch) -> Branch:
+            """With its penalties; those for tokens see all that the continuation says."""
+            own = [
+                dataclasses.replace(t, trainable=t.sampled)
+                for t in session.traces
+                if branch.calls[0] <= t.turn[-1] < branch.calls[1]
+            ]
+            whole = shaping.shaped(dataclasses.replace(branch.trajectory, traces=tuple(own)), penalties)
+            return dataclasses.replace(branch, trajectory=dataclasses.replace(whole, traces=()))
 
         try:
             played = pool.play(play)
         finally:
             session.close()
-        played = dataclasses.replace(
-            played, traces=session.traces, metrics={**played.metrics, **session.metrics}
-        )
-        return shaping.shaped(played, penalties)
+        failed = [c for b in played.branches if not b.trajectory.stop.in_loss for c in range(*b.calls)]
+        traces = [
+            dataclasses.replace(t, trainable=t.trainable & ~np.isin(t.turn, failed)) if failed else t
+            for t in session.traces
+        ]
+        more = {"continuations": float(len(played.branches))} if count else {}
+        metrics = {**played.metrics, **session.metrics, **more}
+        return dataclasses.replace(played, traces=tuple(traces), metrics=metrics)
 
     return episode

@@ -39,6 +39,7 @@ POSITIVE = (
     "group_size",
     "groups_per_step",
     "max_workers",
+    "rollout.branch_points",
     "sampling.max_tokens",
     "sampling.context",
     "batch.rows",
@@ -62,6 +63,7 @@ NOT_NEGATIVE = (
     "retries",
     "rollout.staleness",
     "rollout.refill",
+    "rollout.branches",
     "agent.max_turns",
     "sampling.token_budget",
     "engine.num_pages",
@@ -138,6 +140,8 @@ def base() -> Config:
     c.rollout.staleness = 0  # pushes of weights that episodes may be behind; 0: played while training waits
     c.rollout.in_order = True  # steps take groups in the order of their tasks; False: as they are complete
     c.rollout.refill = 0  # groups of a step that are replaced because their outcomes are equal, at most
+    c.rollout.branches = 0  # continuations from each of some turns; for algorithm.args.credit = "prefix"
+    c.rollout.branch_points = 2  # these turns, at most
 
     c.algorithm = ConfigDict()
     c.algorithm.name = "grpo"
