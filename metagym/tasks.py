@@ -106,7 +106,9 @@ def _list_worlds() -> int:
                 print(f"{id}: {len(table.tasks):,} tasks of {len(table.types)} types")
                 for line in _splits(table):
                     print(f"  {line}")
-        except (MetaGymError, TypeError) as error:
+        except TypeError as error:  # a world of worlds, such as the meta-environments
+            print(f"{id}: {str(error).partition(' was raised from')[0]}")
+        except MetaGymError as error:
             print(f"{id}: {error}")
     return 0
 
