@@ -28,6 +28,7 @@ from metagym.errors import ContextOverflowError, EngineError, InputError, Sandbo
 from metagym.live import Live
 from metagym.protocols import Backend, Sandbox
 from metagym.types import ExecResult, Generation, Limits, Message, Mount, Sampling, Task, Verdict
+from metagym.vector import TextVectorEnv
 
 # ---------------------------------------------------------------- fakes
 
@@ -660,7 +661,7 @@ def check_text_env(
     _check_close(make, seed)
     _check_gymnasium(make)
     if vector:
-        for kind in ("SyncVectorEnv", "AsyncVectorEnv"):
+        for kind in ("SyncVectorEnv", "TextVectorEnv", "AsyncVectorEnv"):
             _check_vector(make, kind, seed, steps, context)
 
 
@@ -836,6 +837,8 @@ def _check_vector(make: MakeEnv, kind: str, seed: int, steps: int, context: str 
     def vectorise(mode: AutoresetMode) -> VectorEnv[Any, Any, Any]:
         if kind == "SyncVectorEnv":
             return SyncVectorEnv([make, make], autoreset_mode=mode)
+        if kind == "TextVectorEnv":
+            return TextVectorEnv([make, make], autoreset_mode=mode)
         return AsyncVectorEnv([make, make], autoreset_mode=mode, shared_memory=False, context=context)
 
     alone = [_autoreset_play(make, seed + i, steps) for i in range(2)]
