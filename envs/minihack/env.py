@@ -244,10 +244,12 @@ def _read_levels(levels: Any, options: Mapping[str, Any]) -> dict[str, dict[str,
         raise UnknownNameError("kind of level", kind, LEVEL_KINDS)
     made = {}
     for name, level in levels.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in catalog.FAMILY_OF:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
             raise InputError(
                 f"a level's name is made of letters, digits, '_', '-' and '.', got {name!r:.100}."
             )
+        if catalog.full_name(name) in catalog.FAMILY_OF:
+            raise InputError(f"a level can't be named {name!r}: MiniHack has a type of that name.")
         try:
             text = level if isinstance(level, str) and "\n" in level else Path(level).read_text()
         except (OSError, UnicodeDecodeError, TypeError) as error:

@@ -530,7 +530,15 @@ def test_levels_that_are_wrong():
         pytest.raises(InputError, match="compiled"),
     ):
         env.reset(seed=0)
-    for wrong in ("/no/such/folder", {}, {"a:b": DES}, {ROOM: DES}, {"a": "/no/such/file.des"}, {"a": 5}):
+    for wrong in (
+        "/no/such/folder",
+        {},
+        {"a:b": DES},
+        {ROOM: DES},
+        {"river": DES},
+        {"a": "/no/such/file.des"},
+        {"a": 5},
+    ):
         with pytest.raises(InputError):
             MiniHackEnv(levels=wrong)
     with pytest.raises(InputError, match="pass levels="):
