@@ -4,6 +4,7 @@
 # make bench   speed beside PyTorch, TRL and Tunix             ARGS=grpo selects: grpo train decode prefill rollouts ...
 # make soak    500 steps with faults and kills, which end as the run in which nothing fails
 # make parity  ALFWorld beside TextWorld, models beside transformers   ALFWORLD_DATA=DIR, ARGS="--train-per-type 300"
+# make scale   compile training steps for TPUs that are elsewhere, and check that they fit (docs/scale.md)
 # make check   what CI runs: format, lint, types, layout, tests
 .DEFAULT_GOAL := help
 .PHONY: help train test test-harness bench soak lint check format requirements setup setup-test clean
@@ -56,6 +57,17 @@ $(VENV)-transformers/.done: $(VENV)/.uv
 
 soak: $(VENV)/.test
 	SOAK_STEPS=500 $(PY) -m pytest -s tests/trust/soak_test.py
+
+# libtpu has an environment of its own: beside it, JAX looks for a TPU at every start.
+scale: $(VENV)-tpu/.scale
+	$(VENV)-tpu/bin/python -m metagym.experiments.scale $(ARGS)
+
+$(VENV)-tpu/.scale: $(VENV)/.train requirements/train.txt pyproject.toml
+	@$(BIN)/uv venv --quiet --allow-existing --python $(PY) $(VENV)-tpu
+	@VIRTUAL_ENV=$(VENV)-tpu $(BIN)/uv pip install --quiet -r requirements/train.txt \
+		"jax[tpu]==$$($(PY) -c 'import jax; print(jax.__version__)')"
+	@VIRTUAL_ENV=$(VENV)-tpu $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -31,6 +31,7 @@ from metagym.errors import InputError, MetaGymError, UnknownNameError
 from metagym.experiments import config as config_lib
 from metagym.experiments.config import Config
 from metagym.models import (
+    EXACT_ALIGNMENT,
     Llama,
     Lora,
     ModelConfig,
@@ -247,6 +248,14 @@ def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
     """A function from a model's graphdef to the model as training computes it. Raises InputError for tiles
     without an engine that has the same."""
     compute_dtype = dtype(config.model.compute_dtype)
+    parts, length = config.mesh.context, config.batch.length
+    if parts > 1 and length % (step := 2 * parts * EXACT_ALIGNMENT):
+        raise InputError(
+            f"config.mesh.context splits rows over {parts} devices: config.batch.length must be a multiple "
+            f"of {step}, got {length}."
+        )
+    if config.model.replay and (config.model.name == "random" or not model_config(config).num_experts):
+        raise InputError("config.model.replay is for mixtures of experts; this model is dense.")
     if not config.model.tiled:
         return functools.partial(
             make_policy,

@@ -90,6 +90,8 @@ def base() -> Config:
     c.seed = 0  # of everything: tasks, worlds, sampling
     c.steps = 10  # training steps
 
+    c.exact = False  # sampler and trainer compute the same bits; sets fields of model, engine and batch; slow
+
     c.model = ConfigDict()
     c.model.name = (
         "smollm2-135m"  # or a Hugging Face directory, or a hub id; "random": tiny, of random weights
@@ -161,6 +163,7 @@ def base() -> Config:
     c.optimizer.eps = 1e-8
     c.optimizer.weight_decay = 0.0
     c.optimizer.clip_norm = 1.0  # of the whole gradient
+    c.optimizer.offload = False  # the moments wait in the host's memory between updates
 
     c.batch = ConfigDict()
     c.batch.rows = 8  # rows of a micro-batch, whose gradient is computed at once
@@ -511,5 +514,15 @@ def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[ar
     if not options.config:
         raise InputError(f"no config given: --config=FILE. Known: {', '.join(available())}.")
     config = override(load(options.config), rest)
+    if config.exact:
+        make_exact(config)
     check(config)
     return options, config
+
+
+def make_exact(config: Config) -> None:
+    """Sets what exact mode needs, in place; see `exact.py`."""
+    align, page = config.batch.align, config.engine.page_size
+    config.engine.deterministic = config.model.tiled = True
+    config.model.compute_dtype = config.model.engine_dtype = "float32"
+    config.batch.align = math.lcm(align, page)

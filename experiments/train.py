@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from metagym.errors import InputError
-from metagym.experiments import build, ict, results
+from metagym.experiments import build, exact, ict, results
 from metagym.experiments import config as config_lib
 from metagym.experiments.config import Config
 from metagym.experiments.results import Score
@@ -139,6 +139,8 @@ def parts(config: Config, scratch: Path, last: Config | None = None) -> Iterator
                 )
         model, directory = build.build_model(config, mesh, scratch)
         renderer = build.build_renderer(config, directory)
+        if config.exact:
+            print(exact.cost(config, model), flush=True)
         backend = build.build_backend(config, model)
         stack.callback(backend.close)
         evaluations = {
@@ -152,7 +154,8 @@ def parts(config: Config, scratch: Path, last: Config | None = None) -> Iterator
         episode = build.build_episode(config, backend, renderer, agents[0], train_pool, training=True)
         graphdef, params = nnx.split(model)
         policy = make_policy(graphdef)
-        state = init_state(params, optimizer, jax.random.key(config.seed), mesh)
+        rng, offload = jax.random.key(config.seed), config.optimizer.offload
+        state = init_state(params, optimizer, rng, mesh, offload=offload)
         reference = None if algorithm.kl is None else jax.tree.map(jnp.copy, state.params)
         yield Parts(
             mesh, policy, state, algorithm, optimizer, reference, backend, train_pool, episode, evaluations

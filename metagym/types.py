@@ -55,17 +55,24 @@ def _no_routing(length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a backend returns. Raises ValueError if lengths differ or a log-prob is not finite or positive."""
+    """What a backend returns. Raises ValueError if lengths differ or a log-prob is not finite or positive.
+
+    Row t of `routing` and `prompt_routing` are the experts, layer by layer, that reading token t took; -1
+    where none was recorded, as for the last token, which nobody has read yet.
+    """
 
     tokens: np.ndarray  # i32[T], ends with the end-of-turn token, once, exactly if finish is "stop"
     logprobs: np.ndarray  # f32[T], of the sampled token under the distribution it was sampled from
     version: np.ndarray  # i32[T], weight version that sampled each token
     finish: Literal["stop", "length", "abort"]
     routing: np.ndarray = field(default=None)  # type: ignore[assignment]  # i32[T, R], experts chosen; R = 0 for dense
+    prompt_routing: np.ndarray = field(default=None)  # type: ignore[assignment]  # i32[P, R] of the prompt, or [0, R]
 
     def __post_init__(self):
         if self.routing is None:
             object.__setattr__(self, "routing", _no_routing(len(self.tokens)))
+        if self.prompt_routing is None:
+            object.__setattr__(self, "prompt_routing", self.routing[:0])
         lengths = {k: len(getattr(self, k)) for k in ("tokens", "logprobs", "version", "routing")}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"Generation: lengths differ: {lengths}")

@@ -244,6 +244,10 @@ def _trace(path: Sequence[Node], whys: Sequence[Why], kind: Kind) -> TokenTrace:
 
     rebuilt = np.concatenate([x for n, g, _ in parts for x in (n.rebuilt, np.zeros(len(g.tokens), bool))])
     why = join(Why.RENDERED, lambda g, why: why, np.int8)
+    routing = join(-1, lambda g, why: g.routing, np.int32, width)  # -1: no expert recorded
+    read = parts[-1][1].prompt_routing  # of all that was read for the last reply
+    if len(read):
+        routing[: len(read)] = np.where(routing[: len(read)] >= 0, routing[: len(read)], read)
     return TokenTrace(
         tokens=np.concatenate(path[-1].tokens()).astype(np.int32),
         sampled=join(False, lambda g, why: True, bool),
@@ -251,7 +255,7 @@ def _trace(path: Sequence[Node], whys: Sequence[Why], kind: Kind) -> TokenTrace:
         logprobs=join(np.nan, lambda g, why: g.logprobs, np.float32),
         version=join(-1, lambda g, why: g.version, np.int32),
         turn=np.concatenate([np.full(len(n.prompt) + len(g.tokens), n.turn, np.int32) for n, g, _ in parts]),
-        routing=join(-1, lambda g, why: g.routing, np.int32, width),  # -1: no expert recorded
+        routing=routing,
         kind=kind,
         why=np.where(rebuilt, np.int8(Why.REBUILT), why),
     )

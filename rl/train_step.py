@@ -31,6 +31,7 @@ from metagym.rl.types import Algorithm, Array, Batch, TrainState
 # (params, batch) -> (log-probs of the targets f32[B, L], entropy f32[B, L])
 Policy = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 BATCH_AXES = ("data", "fsdp", "expert")  # of a mesh: the rows of a batch lie over them
+HOST = "pinned_host"  # the kind of memory that moments wait in, if they are offloaded
 LENGTH_AXES = ("context",)  # and the tokens of a row over these
 
 
@@ -57,10 +58,10 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def init_state(
-    params: Any, optimizer: optax.GradientTransformation, rng: jax.Array, mesh: Mesh
+    params: Any, optimizer: optax.GradientTransformation, rng: jax.Array, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
     """A fresh state: parameters where they are if they lie on `mesh`, else replicated over it; the moments
-    lie like the parameters; `rng` is a typed key."""
+    lie like the parameters, with `offload` in the host's memory; `rng` is a typed key."""
     whole = NamedSharding(mesh, P())
 
     def place(x: Any) -> NamedSharding:
@@ -69,30 +70,37 @@ def init_state(
 
     shardings = jax.tree.map(place, params)
     params = jax.device_put(params, shardings)
-    opt_shardings = _moments(params, optimizer, shardings, whole)[1]
+    opt_shardings = _moments(params, optimizer, shardings, whole, offload)[1]
     opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
     zero = np.zeros((), np.int32)
     step, version, rng = jax.device_put((zero, zero, rng), whole)
     return TrainState(params, opt_state, step, version, rng)
 
 
-def _moments(params: Any, optimizer: Any, shardings: Any, whole: NamedSharding) -> tuple[Any, Any]:
+def _moments(
+    params: Any, optimizer: Any, shardings: Any, whole: NamedSharding, offload: bool
+) -> tuple[Any, Any]:
     """The optimizer's state as shapes, and its shardings: moments lie like their parameters."""
     shapes = jax.eval_shape(optimizer.init, params)
+    if offload:
+        shardings = jax.tree.map(lambda s: s.with_memory_kind(HOST), shardings)
     found = optax.tree_utils.tree_map_params(
         optimizer, lambda _, sharding: sharding, shapes, shardings, transform_non_params=lambda _: whole
     )
     return shapes, found
 
 
-def abstract_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
     """The state that `init_state` makes, as shapes with shardings; so are `params`, on `mesh`."""
     whole = NamedSharding(mesh, P())
 
     def on(shape: Any, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    shapes, shardings = _moments(params, optimizer, jax.tree.map(lambda x: x.sharding, params), whole)
+    where = jax.tree.map(lambda x: x.sharding, params)
+    shapes, shardings = _moments(params, optimizer, where, whole, offload)
     zero = on(jax.ShapeDtypeStruct((), np.int32), whole)
     rng = on(jax.eval_shape(lambda: jax.random.key(0)), whole)
     return TrainState(params, jax.tree.map(on, shapes, shardings), zero, zero, rng)
@@ -250,8 +258,14 @@ def make_train_step(
         (value, tokens), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), value, tokens
 
+    def here(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if sharding.memory_kind != HOST:
+            return x
+        return jax.device_put(x, sharding.with_memory_kind("device"))
+
     def apply(state: TrainState, grads: Any) -> TrainState:
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        moments = jax.tree.map(here, state.opt_state, shardings.opt_state)
+        updates, opt_state = optimizer.update(grads, moments, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         return dataclasses.replace(
             state, params=params, opt_state=opt_state, step=state.step + 1, version=state.version + 1

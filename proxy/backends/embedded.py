@@ -153,6 +153,7 @@ class EmbeddedBackend(Live):
         self.slots, self.context, self.page_size = slots, context, page_size
         self._version = 0
         self._pushed = False  # whether `load` was ever called
+        self._experts = config.routing_width
         self._vocab, self._dtype = config.vocab_size, jnp.dtype(dtype)
         self.deterministic = deterministic
         self._tiles = tiles or (Tiles.fixed if deterministic else Tiles.default)(slots, context, page_size)
@@ -295,6 +296,8 @@ class EmbeddedBackend(Live):
                     self._compile("decode", self._decode_inputs([], s, width, 1))
             for s, c in tiles:
                 self._compile("extend", self._extend_inputs([], s, c, width))
+            if self._experts:
+                self._compile("routing", (np.zeros(width, np.int32),))
         for s in self._tiles.decode:
             self._compile("sample", self._sample_inputs([], s, []))
         self._compile("copy", self._copy_inputs([]))
@@ -563,6 +566,7 @@ class EmbeddedBackend(Live):
         if sane and not stopped and len(r.ids) < r.end:
             return False
         self._decoding.remove(r)
+        routing = self._routing(r)
         self._release(r)
         self._poisoned |= not sane
         if not r.future.set_running_or_notify_cancel():
@@ -576,9 +580,21 @@ class EmbeddedBackend(Live):
             np.asarray(r.logprobs, np.float32),
             np.asarray(r.versions, np.int32),
             "stop" if stopped else "length",
+            routing[r.start :],
+            routing[: r.start],
         )
         r.future.set_result(generation)
         return True
+
+    def _routing(self, r: _Request) -> np.ndarray:
+        """i32 [T, R]: the experts that reading each token took, -1 for the last one."""
+        found = np.full((len(r.ids), self._experts), -1, np.int32)
+        if self._experts:
+            pages = np.zeros(self._width([r]), np.int32)
+            pages[: len(r.pages)] = r.pages
+            read = np.moveaxis(self._dispatch("routing", (pages,)), 0, 2)  # [width, page_size, N, k]
+            found[:-1] = read.reshape(-1, self._experts)[: len(r.ids) - 1]
+        return found
 
     def _release(self, r: _Request) -> None:
         self._table.drop(r.pages)
@@ -773,4 +789,9 @@ def _copy(graphdef, dtype, weights, state, pairs):
     return (jax.tree.map(lambda x: x.at[:, pairs[1]].set(x[:, pairs[0]]), cache), rows), ()
 
 
-_PROGRAMS = {"extend": _extend, "sample": _sample, "decode": _decode, "copy": _copy}
+def _routes(graphdef, dtype, weights, state, pages):
+    """The experts recorded in `pages` `[P]`: i32 `[N, P, page_size, k]`."""
+    return state, state[0].routing[:, pages]
+
+
+_PROGRAMS = {"extend": _extend, "sample": _sample, "decode": _decode, "copy": _copy, "routing": _routes}

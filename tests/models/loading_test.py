@@ -1,5 +1,6 @@
 import json
 import shutil
+import subprocess
 import sys
 import threading
 
@@ -12,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from metagym.models import ModelError, init_cache, load, make_mesh, save
+from metagym.models import Decoder, ModelConfig, ModelError, init_cache, load, make_mesh, save
 from metagym.models.packaged import MANIFEST, PACKAGED, Packaged, packaged_directory
 
 
@@ -317,3 +318,55 @@ def test_smollm2_answers():
             break
         answer += new
     assert tokenizer.decode(answer) == "The capital of France is Paris."
+
+
+# Memory
+
+
+LOAD = """
+import sys, threading, time
+import jax
+from metagym.models import load, make_mesh
+
+def anonymous():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("RssAnon"))
+
+mesh = make_mesh((1, 2, 2), devices=jax.devices()[:4])
+jax.block_until_ready(jax.device_put(1.0))
+before, peak, done = anonymous(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+thread = threading.Thread(target=watch)
+thread.start()
+model, _ = load(sys.argv[1], mesh=mesh)
+done = True
+thread.join()
+print(max(peak, anonymous()) - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_loading_takes_little_more_than_the_weights(tmp_path):
+    """On four devices of one process, which reads each one's parts of every tensor; pages of the file that
+    the system maps are not counted."""
+    config = ModelConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        model_type="qwen2",
+        qkv_bias=True,
+    )
+    model = Decoder(config)
+    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    directory = save(model, tmp_path / "model")
+    done = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1.3 * weights, (int(done.stdout), weights)
+    assert weights > 1.9e8
