@@ -435,7 +435,8 @@ def _pack(
     equal = [not teaches(g) for g in groups]
     kept = [g for g, e in zip(groups, equal, strict=True) if not (e and algorithm.drop_equal)]
     advantages = [of_group(algorithm, g) for g in kept]
-    flat = np.abs(np.concatenate([np.zeros(0), *(np.ravel(a) for group in advantages for a in group)]))
+    flat = np.concatenate([np.zeros(0), *(np.ravel(a) for group in advantages for a in group)])
+    flat = flat if flat.size else np.zeros(1)
     packed = pack(
         kept,
         advantages,
@@ -449,7 +450,11 @@ def _pack(
     return packed, dict(packed.metrics) | metrics | {
         "groups/equal": float(sum(equal)),
         "groups/kept": float(len(kept) if any(packed.minibatches) else 0),
-        "advantages/mean_abs": float(flat.mean()) if flat.size else 0.0,
+        "advantages/mean_abs": float(np.abs(flat).mean()),
+        "advantages/std": float(flat.std()),
+        "advantages/min": float(flat.min()),
+        "advantages/max": float(flat.max()),
+        "advantages/positive": float((flat > 0).mean()),
     }
 
 
