@@ -31,7 +31,8 @@ def test_a_rule_is_broken_outside_of_its_bounds():
     step, said = watch(rule, [1.0, 0.9, 0.4])
     assert step == 3
     assert said == (
-        "step 3: policy/entropy is 0.4, outside of [0.5, 2]. It was 1 at step 1, 0.9 at step 2, 0.4 at step 3."
+        "step 3: policy/entropy is 0.4, outside of [0.5, 2]. "
+        "It was 1 at step 1, 0.9 at step 2, 0.4 at step 3."
     )
     assert watch(rule, [1.0, math.nan])[0] == 2
     assert watch(Rule("x", high=1), [-math.inf])[0] == 1
