@@ -213,10 +213,8 @@ class Game:
                 observation, done = press(self._keys.pop(0))
                 continue
             self._keys.clear()
-            if (
-                self._head and self._done and self._same_menu(observation)
-            ):  # one that nothing could be chosen from
-                self._done = False
+            if self._head and self._done and self._same_menu(observation):
+                self._done = False  # it is still there: nothing in it could be chosen
                 observation, done = press(32)
                 continue
             if window and self._menu(observation) is None:
