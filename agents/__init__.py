@@ -4,5 +4,6 @@ from metagym.agents.json_action import json_action
 from metagym.agents.plain import plain
 from metagym.agents.react import react
 from metagym.agents.reflector import reflector
+from metagym.agents.swe import swe
 
-__all__ = ["json_action", "plain", "react", "reflector"]
+__all__ = ["json_action", "plain", "react", "reflector", "swe"]

@@ -28,7 +28,7 @@ from metagym.errors import HarnessError, InputError, MetaGymError, ResourceLimit
 from metagym.protocols import Sandbox
 from metagym.types import Mount
 
-BIN, HOME, SOCKETS, TOOL = "/opt/harness", "/tmp/harness", "/opt/proxy", "/opt/metagym"
+BIN, HOME, SOCKETS = "/opt/harness", "/tmp/harness", "/opt/proxy"
 PORT = 8123  # of the loopback inside the sandbox
 
 
@@ -170,7 +170,7 @@ def _find_python(harness: Harness) -> str:
 
 
 def mounts(harness: Harness, endpoint: Endpoint) -> tuple[Mount, ...]:
-    """What a sandbox needs for it: its environment, the socket's folder, and `metagym.forward`; read-only.
+    """What a sandbox needs for it, read-only: its environment, and the folder of the proxy's socket.
 
     Raises InputError if the harness is not installed or the proxy has no socket.
     """
@@ -184,7 +184,6 @@ def mounts(harness: Harness, endpoint: Endpoint) -> tuple[Mount, ...]:
     found = [
         Mount(str(harness.folder), BIN),
         Mount(str(Path(endpoint.socket).resolve().parent), SOCKETS),
-        Mount(str(Path(forward.__file__).resolve().parent), TOOL),
     ]
     if harness.manager == "pip":  # a virtual environment needs the Python that it was made of
         config = (harness.folder / "pyvenv.cfg").read_text()
@@ -227,8 +226,8 @@ def run(
     for name, text in harness.files(start).items():
         sandbox.write(f"{start.home}/{name}", text.encode())
     sandbox.write(f"{start.home}/run.json", json.dumps(spec).encode())
-    quoted = shlex.quote(f"{start.home}/run.json")
-    runner = f"python3 -I {TOOL}/forward.py run {quoted}"
+    sandbox.write(f"{start.home}/forward.py", Path(forward.__file__).read_bytes())
+    runner = f"python3 -I {start.home}/forward.py run {start.home}/run.json"
     began = time.monotonic()
     told = sandbox.exec(f"{runner} >{start.home}/runner.log 2>&1 </dev/null & echo $!", 30)
     try:

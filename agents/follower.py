@@ -6,16 +6,14 @@ and takes words of refusal into account. Without advice it guesses.
 """
 
 import functools
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from metagym.agents.plain import plain
+from metagym.episode import Agent
 from metagym.meta import Actor
 from metagym.protocols import ChatFn
 from metagym.types import Message
@@ -43,11 +41,10 @@ def follow(messages: Sequence[Message], seed: int = 0) -> str:
     in the same order, or against them if it holds a word of refusal. The action with the most is taken; of
     equal ones, any. Once the world has refused what was advised in this conversation ("Wrong.", "You can't
     ..."), the advice is dropped and every action is as good as another. A pure function: chance is drawn from
-    `seed` and the conversation. Raises ValueError if no actions are listed.
+    `seed` and the turn, whatever was said, so prompts that say nothing of use get the same. Raises ValueError if no actions are listed.
     """
     options = possible(messages[-1].content)
-    said = json.dumps([[m.role, m.content] for m in messages])
-    rng = np.random.default_rng([seed, *hashlib.sha256(said.encode()).digest()[:16]])
+    rng = np.random.default_rng([seed, sum(m.role == "assistant" for m in messages)])
     advice = next((m.content for m in messages if m.role == "system"), "")
     scores = support(advice, options)
     best = [o for o, s in zip(options, scores, strict=True) if s == max(scores)]
@@ -58,7 +55,11 @@ def follow(messages: Sequence[Message], seed: int = 0) -> str:
 
 def rule_follower() -> Actor:
     """The actor for meta-environments: `follow`, with an agent that lists what can be done."""
-    return Actor(_new_chat, agent=plain(format="", list_actions=True), about=_about)
+    return Actor(_new_chat, agent=Agent(prompt=_prompt), about=_about)
+
+
+def _prompt(observation: str, info: Mapping[str, Any], turn: int) -> str:
+    return f"{observation}\n\n{ACTIONS}{', '.join(info.get('admissible', ()))}"
 
 
 def _new_chat(seed: int) -> ChatFn:

@@ -17,6 +17,7 @@ when it is made, by comparing renderings of short conversations.
 """
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,6 +129,8 @@ class Renderer:
         self._inner = Tokenizer.from_str(
             plain_json.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
         )
+        # Members of a group begin with the same long prompts.
+        self._ids = functools.lru_cache(maxsize=256)(self._encode_piece)
         self._split, self._occurs, self._prefixes = _patterns(self._control)
         self._longest = max(map(len, self._prefixes), default=0)
         self._special = dict(special)
@@ -388,9 +391,12 @@ class Renderer:
             if i % 2:  # the pattern's one group
                 ids.append(self._id(piece))
             elif piece := clean(piece.replace(marker, "")):
-                plain = self._plain if first and i == 0 else self._inner
-                ids += plain.encode(piece, add_special_tokens=False).ids
+                ids += self._ids(piece, first and i == 0)
         return ids
+
+    def _encode_piece(self, text: str, first: bool) -> tuple[int, ...]:
+        plain = self._plain if first else self._inner
+        return tuple(plain.encode(text, add_special_tokens=False).ids)
 
     def _find_default_system(self) -> tuple[str, str | None]:
         """(text before the default system block, the block). The block is "" if there is none, None if there

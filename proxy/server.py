@@ -373,6 +373,9 @@ class Proxy(Live):
         stamp = Stamp(secrets.token_hex(12), int(time.time()))
         full = dialect.write(asked, reply, stamp, pieces)
         parts = dialect.events(full, asked) if asked.stream else iter((dump(full).encode(),))
+        # Before it is written: who has read the answer may look at the traces at once.
+        opened.session.delivered(reply)
+        written = False
         try:
             if begun is None and not asked.stream:
                 begun = web.Response(body=next(parts), content_type="application/json")
@@ -382,11 +385,12 @@ class Proxy(Live):
                 begun = begun or await _prepared(request, asked)
                 await begun.write(b"".join(parts))
                 await begun.write_eof()
+            written = True
         except ConnectionError:
-            return begun or web.Response(
-                status=499
-            )  # not delivered: the next request like it gets the answer
-        opened.session.delivered(reply)
+            begun = begun or web.Response(status=499)
+        finally:
+            if not written:  # the next request like it gets the answer
+                opened.session.delivered(reply, False)
         return begun
 
     async def _begin(self, opened: Opened, asked: Asked) -> _Running:

@@ -304,10 +304,11 @@ class Session(Live):
             node=node,
         )
 
-    def delivered(self, reply: Reply) -> None:
-        """The program has got this answer: it trains, and a repeated request is answered anew."""
+    def delivered(self, reply: Reply, got: bool = True) -> None:
+        """The program has got this answer: it trains, and a repeated request is answered anew. Or it has
+        not: the next request that is the same gets it."""
         with self._lock:
-            self._tree.deliver(reply.node)
+            self._tree.deliver(reply.node, got)
 
     def failed(self, call: Call, error: BaseException) -> BaseException:
         """Aborts a call whose reply can't be had, and says why as one of our errors."""

@@ -102,13 +102,15 @@ class Tree:
         node.parent.children.append(node)
         self.deliver(node.parent)  # whoever goes on from a reply has got it
         self.nodes.append(node)
-        if not node.delivered and node.request is not None:
-            self._waiting[node.request] = node
+        self.deliver(node, node.delivered)
 
-    def deliver(self, node: Node) -> None:
-        """The program has got this reply."""
-        node.delivered = True
-        self._waiting.pop(node.request, None)
+    def deliver(self, node: Node, got: bool = True) -> None:
+        """The program has got this reply, or has not."""
+        node.delivered = got or bool(node.children)
+        if node.delivered:
+            self._waiting.pop(node.request, None)
+        elif node.request is not None:
+            self._waiting[node.request] = node
 
     def twin(self, request: Hashable) -> Node | None:
         """An answered call for the same request whose answer nobody got yet."""

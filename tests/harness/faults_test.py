@@ -1,0 +1,183 @@
+"""What goes wrong on the way does not cost the episode, and nothing trains that should not."""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from metagym.errors import ContextOverflowError
+from metagym.testing import FaultyBackend
+
+from .end_to_end_test import SCRIPTS, scripted
+
+MAIN = ("mini-swe-agent", "claude-code", "codex", "qwen-code", "opencode")
+
+
+def trained_once(session):
+    trained = [t for trace in session.traces for t in set(trace.turn[trace.trainable].tolist())]
+    assert len(trained) == len(set(trained))
+    return len(trained)
+
+
+@pytest.fixture
+def main(harness):
+    if harness.name not in MAIN:
+        pytest.skip("faults are tried with five harnesses")
+    return harness
+
+
+@pytest.mark.timeout(600)
+def test_an_error_of_the_engine(main, play):
+    """A 503 with Retry-After at the second call: the program asks again."""
+    played = play(main, scripted(main), wrap=lambda b: FaultyBackend(b, "error", at=1))
+    session = played.opened.session
+    assert "return a + b" in played.calc, played.outcome
+    assert session.metrics["errors"] == 1
+    assert trained_once(session) == len(SCRIPTS[main.name])
+    assert len([t for t in session.traces if t.kind == "main"]) == 1
+
+
+@pytest.mark.timeout(600)
+def test_a_conversation_that_does_not_fit(main, play):
+    """A 400 that says so: the program shortens its history or ends; what was said before stays as it was."""
+    overflow = ContextOverflowError("400001 tokens leave no room in a context of 400000")
+    played = play(main, scripted(main), wrap=lambda b: FaultyBackend(b, "error", at=2, error=overflow))
+    assert played.outcome.stopped == "", played.outcome
+    assert trained_once(played.opened.session) >= 1
+    assert played.left.strip() == ""
+
+
+@pytest.mark.timeout(600)
+def test_a_call_that_hangs(main, play):
+    """Its time is over: it is stopped, and nothing of it is left."""
+    played = play(main, scripted(main), wrap=lambda b: FaultyBackend(b, "hang", at=1), timeout_s=20)
+    assert (played.outcome.stopped, played.outcome.exit_code) == ("time", None)
+    assert played.left.strip() == ""
+    assert trained_once(played.opened.session) <= 1
+
+
+@pytest.mark.timeout(600)
+def test_a_hang_that_the_session_ends(main, play):
+    """The session's own limit for a reply: an error that the program can ask again after."""
+    played = play(main, scripted(main), wrap=lambda b: FaultyBackend(b, "hang", at=1), timeout_s=120,
+                  session={"timeout_s": 2.0})  # fmt: skip
+    assert "return a + b" in played.calc, played.outcome
+    assert trained_once(played.opened.session) == len(SCRIPTS[main.name])
+
+
+@pytest.mark.timeout(600)
+def test_a_connection_that_breaks(main, play, cut):
+    """The first answer of the main conversation is lost on the way: the retry gets it, and it trains once."""
+    played = play(main, scripted(main), between=cut)
+    session = played.opened.session
+    assert cut.cuts == 1
+    assert "return a + b" in played.calc, played.outcome
+    assert trained_once(session) == len(SCRIPTS[main.name])
+
+
+@pytest.mark.timeout(600)
+def test_a_budget_of_turns(main, play):
+    """The second turn is refused for good: the program ends, or is ended."""
+    played = play(main, scripted(main), session={"max_turns": 2})
+    assert played.opened.session.ended is not None
+    assert played.outcome.stopped in ("", "budget")
+    assert played.left.strip() == ""
+    assert trained_once(played.opened.session) <= 2
+
+
+@pytest.mark.timeout(600)
+def test_a_history_that_is_compacted(harness, play):
+    """By the usage that is reported, which is true: a summary, then a new branch of the main conversation."""
+    if harness.name != "opencode":
+        pytest.skip("opencode is told the size of the context")
+    seen = []
+
+    def say(prompt):
+        seen.append(prompt)
+        if "<tools>" not in prompt:
+            return (
+                "A short title."
+                if len(seen) < 3
+                else "We saw that add in calc.py has a minus; make it a plus."
+            )
+        if "make it a plus" in prompt:
+            return "Fixed." if "Edit applied" in prompt else SCRIPTS["opencode"][1]
+        return SCRIPTS["opencode"][0]
+
+    played = play(harness, say, context=120_000, window=20_000, timeout_s=90)
+    kinds = [t.kind for t in played.opened.session.traces]
+    assert "compaction" in kinds, (kinds, played.outcome.output[-2000:])
+    assert kinds.count("main") >= 2
+    trained_once(played.opened.session)
+
+
+class Cut:
+    """Forwards one unix socket to another; the first answer of the main conversation is cut."""
+
+    def __init__(self):
+        self.cuts = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, listen: str, to: str) -> None:
+        ready = threading.Event()
+
+        async def connected(reader, writer):
+            there, back = await asyncio.open_unix_connection(to)
+            asked = bytearray()
+
+            async def up():
+                while data := await reader.read(1 << 16):
+                    asked.extend(data)
+                    back.write(data)
+                    await back.drain()
+                back.write_eof()
+
+            async def down():
+                while data := await there.read(1 << 16):
+                    if not self.cuts and b"I look" in data and (b"tools" in asked):
+                        self.cuts += 1
+                        writer.write(data[:40])
+                        await writer.drain()
+                        writer.transport.abort()
+                        return
+                    writer.write(data)
+                    await writer.drain()
+
+            with contextlib.suppress(ConnectionError, OSError):
+                await asyncio.gather(up(), down())
+            writer.close()
+            back.close()
+
+        async def main():
+            async with await asyncio.start_unix_server(connected, listen):
+                ready.set()
+                await asyncio.Event().wait()
+
+        def run():
+            self._loop = asyncio.new_event_loop()
+            self._task = self._loop.create_task(main())
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._task)
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    self._loop.run_until_complete(task)
+            self._loop.close()
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+        ready.wait()
+
+    def close(self):
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            self._thread.join(10)
+
+
+@pytest.fixture
+def cut():
+    made = Cut()
+    yield made
+    made.close()
