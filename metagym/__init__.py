@@ -10,6 +10,7 @@ _ENVS = {
     "metagym/ALFWorld-v0": "metagym.envs.alfworld:ALFWorldEnv",
     "metagym/MiniHack-v0": "metagym.envs.minihack:MiniHackEnv",
     "metagym/Rules-v0": "metagym.envs.rules:RulesEnv",
+    "metagym/SWE-v0": "metagym.envs.swe:SWEEnv",
     "metagym/ICT-v0": "metagym.meta:ICTEnv",
     "metagym/Reflect-v0": "metagym.meta:ReflectEnv",
 }

@@ -1,5 +1,6 @@
 """A Docker engine and an image for it, made without a registry."""
 
+import importlib.util
 import io
 import os
 import shutil
@@ -36,6 +37,17 @@ def _skeleton() -> bytes:
         info.size = len(passwd)
         tar.addfile(info, io.BytesIO(passwd))
     return buffer.getvalue()
+
+
+@pytest.fixture(scope="session")
+def small():
+    """The module small.py beside this file: a small task."""
+    spec = importlib.util.spec_from_file_location("swe_small_task", Path(__file__).with_name("small.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
