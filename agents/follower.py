@@ -41,7 +41,8 @@ def follow(messages: Sequence[Message], seed: int = 0) -> str:
     in the same order, or against them if it holds a word of refusal. The action with the most is taken; of
     equal ones, any. Once the world has refused what was advised in this conversation ("Wrong.", "You can't
     ..."), the advice is dropped and every action is as good as another. A pure function: chance is drawn from
-    `seed` and the turn, whatever was said, so prompts that say nothing of use get the same. Raises ValueError if no actions are listed.
+    `seed` and the turn, whatever was said, so that prompts which say nothing of use get the same. Raises
+    ValueError if no actions are listed.
     """
     options = possible(messages[-1].content)
     rng = np.random.default_rng([seed, sum(m.role == "assistant" for m in messages)])

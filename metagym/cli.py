@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("metagym.experiments.train:train_command", "train a model as a config file says"),
     "eval": ("metagym.experiments.train:eval_command", "measure a trained model, or one as it comes"),
     "tasks": ("metagym.tasks:command", "list worlds and their tasks, show one, play one by hand"),
+    "ict": ("metagym.experiments.ict:command", "collect experience for a reflector, measure one"),
     "export": ("metagym.experiments.export:command", "a checkpoint as a Hugging Face directory"),
     "serve": ("metagym.experiments.serve:command", "a model behind the proxy that records every token"),
     "doctor": ("metagym.experiments.doctor:command", "what is installed, what works, what is missing"),

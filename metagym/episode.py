@@ -100,10 +100,11 @@ def run(
             to end, by their own deadlines.
 
     A reply that `agent.parse` refuses is answered with its feedback in place of an observation; the world
-    does not move, a turn is used. `reward` is the sum of the rewards; `outcome` is `info["success"]` where
-    the world tells it, else that sum, and 0 if an error ended the episode. `Turn.action` is `info["action"]`
-    where the world tells what was done, else the parsed action. `metrics` holds turns, format_errors, and the
-    seconds spent in the model, the env and in all. `traces` is empty: the session's owner attaches them.
+    does not move, a turn is used. `reward` is the sum of the rewards; `outcome` is `info["outcome"]`, or else
+    `info["success"]`, where the world tells one, else that sum, and 0 if an error ended the episode.
+    `Turn.action` is `info["action"]` where the world tells what was done, else the parsed action. `metrics`
+    holds turns, format_errors, and the seconds spent in the model, the env and in all. `traces` is empty: the
+    session's owner attaches them.
 
     Raises InputError or TypeError if it is called with what can't work (an unknown task, a chat that is not
     one). Once the env is reset, it raises only KeyboardInterrupt and its kin (SystemExit, a cancelled asyncio
@@ -252,8 +253,9 @@ class _Episode:
             raise errors.WorldError(
                 f"the observation is a {type(observation).__name__}, not a text: run() plays text envs"
             )
-        if "success" in info:
-            self.success = float(info["success"])
+        told = info.get("outcome", info.get("success"))
+        if told is not None:
+            self.success = float(told)
         return observation
 
     def _timed(self, clock: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ Rules:
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,9 @@ class Segment:
     turn: np.ndarray  # i32
     version: np.ndarray  # i32, -1 off the mask
     routing: np.ndarray  # i32
-    rollout: int
+    rollout: Any  # int; i32[n] where the segment is a tree
+    positions: np.ndarray  # i32: 0, 1, 2, ..., in a tree along each branch
+    part: np.ndarray  # i32: 0, in a tree 0 for the shared prompt and 1, 2, ... for its branches
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -77,6 +80,8 @@ def shift(trace: TokenTrace, advantage: Advantage, rollout: int) -> Segment | No
         version=np.where(mask, trace.version[1 : n + 1], -1).astype(np.int32),
         routing=np.asarray(trace.routing[:n], np.int32),
         rollout=rollout,
+        positions=np.arange(n, dtype=np.int32),
+        part=np.zeros(n, np.int32),
     )
 
 
@@ -196,6 +201,49 @@ def _sum(same: Sequence[Segment]) -> Segment:
     )
 
 
+def share(found: Sequence[Segment], length: int) -> list[Segment]:
+    """Joins segments that begin with the same prompt into trees of at most `length` positions: the prompt
+    once, then of each segment what begins at its first trained target. What is left alone stays as it is.
+
+    Only for a policy that knows trees (`metagym.models.make_policy`, `trees=True`).
+    """
+    prompts: dict[tuple[bytes, bytes], list[Segment]] = {}
+    for s in found:
+        n = _prompt_length(s)
+        prompts.setdefault((s.tokens[:n].tobytes(), s.routing[:n].tobytes()), []).append(s)
+    trees: list[list[Segment]] = []
+    for same in prompts.values():
+        n, used = _prompt_length(same[0]), length + 1
+        for s in sorted(same, key=_order):
+            if used + len(s) - n > length:
+                trees.append([])
+                used = n
+            trees[-1].append(s)
+            used += len(s) - n
+    return [_tree(members) for members in trees]
+
+
+def _prompt_length(s: Segment) -> int:
+    """Positions before the one whose target is the first that is trained."""
+    return int(np.argmax(s.mask > 0))
+
+
+def _tree(members: Sequence[Segment]) -> Segment:
+    n = _prompt_length(members[0])
+    if len(members) == 1 or n == 0:
+        return members[0]
+
+    def join(name: str) -> np.ndarray:
+        values = [
+            np.broadcast_to(getattr(s, name), (len(s), *np.shape(getattr(s, name))[1:])) for s in members
+        ]
+        return np.concatenate([values[0][:n], *(v[n:] for v in values)])
+
+    fields = {f.name: join(f.name) for f in dataclasses.fields(Segment)}
+    sizes = [n, *(len(s) - n for s in members)]
+    return Segment(**fields | {"part": np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)})
+
+
 def _order(s: Segment) -> tuple[int, bytes, bytes, bytes, bytes]:
     """Longest first; ties by content, so that the same segments in any order give the same rows."""
     return (
@@ -259,7 +307,8 @@ def micro_batches(found: Sequence[Segment], *, rows: int, length: int, align: in
     for first in range(0, len(filled), rows):
         batch = empty_batch(rows, length, next(iter(widths)))
         for r, row in enumerate(filled[first : first + rows]):
-            for number, (start, s) in enumerate(row, start=1):
+            number = 1
+            for start, s in row:
                 at = (r, slice(start, start + len(s)))
                 for name in (
                     "tokens",
@@ -272,10 +321,11 @@ def micro_batches(found: Sequence[Segment], *, rows: int, length: int, align: in
                     "version",
                     "routing",
                     "rollout",
+                    "positions",
                 ):
                     getattr(batch, name)[at] = getattr(s, name)
-                batch.positions[at] = np.arange(len(s), dtype=np.int32)
-                batch.segments[at] = number
+                batch.segments[at] = number + s.part
+                number += 1 + int(s.part.max())
         batches.append(batch)
     return tuple(batches)
 
@@ -290,14 +340,15 @@ def pack(
     minibatches: int = 1,
     align: int = 1,
     merge_equal: bool = True,
+    share_prompts: bool = False,
 ) -> Packed:
     """The batch of one step. Groups go round-robin into `minibatches`, each its own update with its own
     denominator.
 
     `advantages[g][m]` is a number for the whole episode, or f64[C], one for each of its model calls.
     `rows` x `length` is the shape of a micro-batch, `align` what segment starts are multiples of. A merged
-    batch has the loss and gradient of the unmerged one. If all advantages are 0, and no other term is in the
-    loss, the minibatches are empty.
+    batch has the loss and gradient of the unmerged one. If all advantages are 0, and
+    no other term is in the loss, the minibatches are empty. `share_prompts`: see `share`.
     """
     own: list[list[Segment]] = []  # of each minibatch
     totals: dict[str, float] = {}
@@ -327,6 +378,8 @@ def pack(
     if merge_equal:
         own = [merge(found, match_behavior=algorithm.correction is not None) for found in own]
     after = sum(len(found) for found in own)
+    if share_prompts:
+        own = [share(found, length) for found in own]
     made = [micro_batches(found, rows=rows, length=length, align=align) for found in own]
     flat = [b for batches in made for b in batches]
     used = sum(int(np.count_nonzero(b.segments)) for b in flat)
