@@ -1,7 +1,7 @@
 """A small repository with a bug, a sandbox, a proxy whose model is a script, and the real harnesses.
 
-They are installed on first use into `METAGYM_HARNESSES` or the user's cache. They run where CI is set and by
-`make test-harness`, which sets METAGYM_TEST_HARNESS.
+They are installed on first use into `METAGYM_HARNESSES` or the user's cache. All of them run by `make
+test-harness`, which sets METAGYM_TEST_HARNESS; in CI those that it has time for.
 """
 
 import contextlib
@@ -24,6 +24,14 @@ from metagym.testing import ScriptedBackend
 from metagym.types import Limits, Mount, Sampling
 
 END = "<|im_end|>"
+
+
+def harnesses(names, in_ci=()):
+    """Runs a test with each of these harnesses."""
+    params = [pytest.param((name, name in in_ci), id=name) for name in names]
+    return pytest.mark.parametrize("harness", params, indirect=True)
+
+
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\n' }}"
     "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}"
@@ -60,11 +68,13 @@ def renderer() -> Renderer:
     return Renderer(tokenizer.to_str(), TEMPLATE, special={}, eos=[tokenizer.token_to_id(END)])
 
 
-@pytest.fixture(scope="session", params=list(HARNESSES))
+@pytest.fixture(scope="session")
 def harness(request):
-    if not (os.environ.get("CI") or os.environ.get("METAGYM_TEST_HARNESS")):
-        pytest.skip("real harnesses run in CI and by make test-harness")
-    chosen = HARNESSES[request.param]
+    """The harness of the test's parameter: its name, and whether CI has the time for it."""
+    name, in_ci = request.param
+    if not (os.environ.get("METAGYM_TEST_HARNESS") or (os.environ.get("CI") and in_ci)):
+        pytest.skip("make test-harness runs it")
+    chosen = HARNESSES[name]
     install(chosen)
     return chosen
 

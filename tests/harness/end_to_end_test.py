@@ -7,6 +7,8 @@ import pytest
 
 from metagym.types import Why
 
+from .conftest import harnesses
+
 
 def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -78,6 +80,7 @@ def scripted(harness):
     return say
 
 
+@harnesses(SCRIPTS, in_ci=("mini-swe-agent", "claude-code", "codex", "qwen-code", "opencode"))
 @pytest.mark.timeout(600)
 def test_the_whole_episode(harness, play, renderer):
     played = play(harness, scripted(harness))

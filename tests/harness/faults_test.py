@@ -9,9 +9,10 @@ import pytest
 from metagym.errors import ContextOverflowError
 from metagym.testing import FaultyBackend
 
+from .conftest import harnesses
 from .end_to_end_test import SCRIPTS, scripted
 
-MAIN = ("mini-swe-agent", "claude-code", "codex", "qwen-code", "opencode")
+FIVE = ("mini-swe-agent", "claude-code", "codex", "qwen-code", "opencode")
 
 
 def trained_once(session):
@@ -20,77 +21,75 @@ def trained_once(session):
     return len(trained)
 
 
-@pytest.fixture
-def main(harness):
-    if harness.name not in MAIN:
-        pytest.skip("faults are tried with five harnesses")
-    return harness
-
-
+@harnesses(FIVE, in_ci=("mini-swe-agent",))
 @pytest.mark.timeout(600)
-def test_an_error_of_the_engine(main, play):
+def test_an_error_of_the_engine(harness, play):
     """A 503 with Retry-After at the second call: the program asks again."""
-    played = play(main, scripted(main), wrap=lambda b: FaultyBackend(b, "error", at=1))
+    played = play(harness, scripted(harness), wrap=lambda b: FaultyBackend(b, "error", at=1))
     session = played.opened.session
     assert "return a + b" in played.calc, played.outcome
     assert session.metrics["errors"] == 1
-    assert trained_once(session) == len(SCRIPTS[main.name])
+    assert trained_once(session) == len(SCRIPTS[harness.name])
     assert len([t for t in session.traces if t.kind == "main"]) == 1
 
 
+@harnesses(FIVE, in_ci=("mini-swe-agent",))
 @pytest.mark.timeout(600)
-def test_a_conversation_that_does_not_fit(main, play):
+def test_a_conversation_that_does_not_fit(harness, play):
     """A 400 that says so: the program shortens its history or ends; what was said before stays as it was."""
     overflow = ContextOverflowError("400001 tokens leave no room in a context of 400000")
-    played = play(main, scripted(main), wrap=lambda b: FaultyBackend(b, "error", at=2, error=overflow))
+    played = play(harness, scripted(harness), wrap=lambda b: FaultyBackend(b, "error", at=2, error=overflow))
     assert played.outcome.stopped == "", played.outcome
     assert trained_once(played.opened.session) >= 1
     assert played.left.strip() == ""
 
 
+@harnesses(FIVE, in_ci=("mini-swe-agent",))
 @pytest.mark.timeout(600)
-def test_a_call_that_hangs(main, play):
+def test_a_call_that_hangs(harness, play):
     """Its time is over: it is stopped, and nothing of it is left."""
-    played = play(main, scripted(main), wrap=lambda b: FaultyBackend(b, "hang", at=1), timeout_s=20)
+    played = play(harness, scripted(harness), wrap=lambda b: FaultyBackend(b, "hang", at=1), timeout_s=20)
     assert (played.outcome.stopped, played.outcome.exit_code) == ("time", None)
     assert played.left.strip() == ""
     assert trained_once(played.opened.session) <= 1
 
 
+@harnesses(FIVE, in_ci=("mini-swe-agent",))
 @pytest.mark.timeout(600)
-def test_a_hang_that_the_session_ends(main, play):
+def test_a_hang_that_the_session_ends(harness, play):
     """The session's own limit for a reply: an error that the program can ask again after."""
-    played = play(main, scripted(main), wrap=lambda b: FaultyBackend(b, "hang", at=1), timeout_s=120,
+    played = play(harness, scripted(harness), wrap=lambda b: FaultyBackend(b, "hang", at=1), timeout_s=120,
                   session={"timeout_s": 2.0})  # fmt: skip
     assert "return a + b" in played.calc, played.outcome
-    assert trained_once(played.opened.session) == len(SCRIPTS[main.name])
+    assert trained_once(played.opened.session) == len(SCRIPTS[harness.name])
 
 
+@harnesses(FIVE, in_ci=("mini-swe-agent",))
 @pytest.mark.timeout(600)
-def test_a_connection_that_breaks(main, play, cut):
+def test_a_connection_that_breaks(harness, play, cut):
     """The first answer of the main conversation is lost on the way: the retry gets it, and it trains once."""
-    played = play(main, scripted(main), between=cut)
+    played = play(harness, scripted(harness), between=cut)
     session = played.opened.session
     assert cut.cuts == 1
     assert "return a + b" in played.calc, played.outcome
-    assert trained_once(session) == len(SCRIPTS[main.name])
+    assert trained_once(session) == len(SCRIPTS[harness.name])
 
 
+@harnesses(FIVE, in_ci=("mini-swe-agent",))
 @pytest.mark.timeout(600)
-def test_a_budget_of_turns(main, play):
+def test_a_budget_of_turns(harness, play):
     """The second turn is refused for good: the program ends, or is ended."""
-    played = play(main, scripted(main), session={"max_turns": 2})
+    played = play(harness, scripted(harness), session={"max_turns": 2})
     assert played.opened.session.ended is not None
     assert played.outcome.stopped in ("", "budget")
     assert played.left.strip() == ""
     assert trained_once(played.opened.session) <= 2
 
 
+@harnesses(("opencode",))
 @pytest.mark.timeout(600)
 def test_a_history_that_is_compacted(harness, play):
     """By the usage that is reported, which is true: a summary, then a new branch of the main conversation."""
-    if harness.name != "opencode":
-        pytest.skip("opencode is told the size of the context")
     seen = []
 
     def say(prompt):
