@@ -264,6 +264,7 @@ def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
             memory=int(config.model.memory * 1e9),
             offload=config.model.offload,
             replay=config.model.replay,
+            trees=config.batch.share_prompts,
             mesh=mesh,
         )
     page_size, context = config.engine.page_size, engine_context(config)
@@ -271,6 +272,7 @@ def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
         "config.engine.deterministic": config.engine.deterministic,
         "the same compute_dtype and engine_dtype": config.model.compute_dtype == config.model.engine_dtype,
         "a mesh of one device": mesh.size == 1,
+        "config.batch.share_prompts to be off": not config.batch.share_prompts,
         f"config.batch.align to be a multiple of config.engine.page_size, {page_size}": (
             config.batch.align % page_size == 0
         ),

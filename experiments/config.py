@@ -170,6 +170,7 @@ def base() -> Config:
     c.batch.length = 512  # tokens of a row
     c.batch.minibatches = 1  # optimizer updates a step
     c.batch.align = 1  # a segment of a row starts at a multiple of this
+    c.batch.share_prompts = False  # a group's prompt is computed once; for rows of some hundred tokens
     c.batch.merge_equal = True  # equal segments are computed once, with their advantages added up
 
     c.engine = ConfigDict()  # the embedded one

@@ -237,6 +237,7 @@ def _train(
             minibatches=config.batch.minibatches,
             align=config.batch.align,
             merge_equal=config.batch.merge_equal,
+            share_prompts=config.batch.share_prompts,
             reference=p.reference,
             tracker=tracker,
             checkpoint_every=config.checkpoint_every,

@@ -32,6 +32,7 @@ from metagym.models.config import Llama3Rope, ModelConfig
 from metagym.models.errors import ModelError
 from metagym.models.head import token_logprobs
 from metagym.models.matmul import matmul
+from metagym.models.trees import tree_attention, tree_mask
 
 _LOG = logging.getLogger(__name__)
 MEMORY = 1 << 30
@@ -281,6 +282,7 @@ class Decoder(nnx.Module):
         compute_dtype: Any = jnp.float32,
         memory: int = MEMORY,
         offload: bool = False,
+        trees: bool = False,
         mesh: Mesh | None = None,
     ) -> jax.Array:
         """The normalised last hidden states, f32 `[B, L, D]`.
@@ -289,11 +291,13 @@ class Decoder(nnx.Module):
         and see the earlier ones of the same segment; segment 0 is padding, its rows are finite and mean
         nothing. routing, i32 `[B, L, N k]`: experts to send each token to, layer by layer, -1 where the
         router shall choose. `memory`: see `kept`; `offload`: the inputs of the layers wait for the backward
-        pass in the host's memory. Where the mesh splits L, tokens are in the order of `sharding.zigzag`.
+        pass in the host's memory; `trees`: segments may be branches of a prompt, see `metagym.models.trees`.
+        Where the mesh splits L, tokens are in the order of `sharding.zigzag`.
         """
         c, (B, L) = self.config, tokens.shape
         assert tokens.shape == positions.shape == segments.shape, (tokens.shape, positions.shape)
         cos, sin = rotary(c, positions)
+        seen = tree_mask(segments, positions) if trees else None
         axes = {name: p.get_metadata()["axes"][1:] for name, p in self._params().items()}
         matrices = {name for name, names in axes.items() if "embed" in names}
         recorded = None
@@ -309,7 +313,10 @@ class Decoder(nnx.Module):
                 for k, v in w.items()
             }
             q, k, v = self._project(w, x, cos, sin, compute_dtype)
-            attended = packed_attention(q, k, v, segments, dtype=compute_dtype, mesh=mesh)
+            if seen is None:
+                attended = packed_attention(q, k, v, segments, dtype=compute_dtype, mesh=mesh)
+            else:
+                attended = tree_attention(q, k, v, seen, dtype=compute_dtype)
             return self._finish(w, x, attended, compute_dtype, recorded, mesh)[0], None
 
         own = math.ceil(B / sharding.parts("batch", mesh)) * math.ceil(L / sharding.parts("length", mesh))
@@ -442,12 +449,13 @@ def make_policy(
     chunk: int = 512,
     memory: int = MEMORY,
     offload: bool = False,
+    trees: bool = False,
     replay: bool = False,
     mesh: Mesh | None = None,
 ) -> Policy:
     """The model as a pure function `policy(params, batch) -> (logprobs, entropy)`, each f32 `[B, L]`: how
     likely `batch.targets` are, 0 where `batch.mask` is. `graphdef, params = nnx.split(model)`. `chunk`: see
-    `Decoder.token_logprobs`; `memory` and `offload`: see `Decoder.hidden`.
+    `Decoder.token_logprobs`; `memory`, `offload` and `trees`: see `Decoder.hidden`.
 
     `replay`: tokens go to the experts that `batch.routing`, i32 `[B, L, N k]`, recorded; where it is -1, and
     in a batch without any (width 0, which is logged once), the router chooses. Raises ModelError for a
@@ -472,7 +480,8 @@ def make_policy(
                 return sharding.constrain(x, ("batch", "length", *[None] * (x.ndim - 2)), mesh)
 
             inputs, targets, mask = jax.tree.map(turn, (inputs, targets, mask))
-        hidden = model.hidden(*inputs, compute_dtype=compute_dtype, memory=memory, offload=offload, mesh=mesh)
+        how = {"memory": memory, "offload": offload, "trees": trees, "mesh": mesh}
+        hidden = model.hidden(*inputs, compute_dtype=compute_dtype, **how)
         out = model.token_logprobs(hidden, targets, mask, chunk=chunk, compute_dtype=compute_dtype, mesh=mesh)
         if parts > 1:
             inverse = np.argsort(order)

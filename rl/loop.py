@@ -139,6 +139,7 @@ def train(
     minibatches: int = 1,
     align: int = 1,
     merge_equal: bool = True,
+    share_prompts: bool = False,
     reference: Any = None,
     tracker: Tracker | None = None,
     checkpoint_every: int = 0,
@@ -282,7 +283,7 @@ def train(
                     rollouts = stream.take(step, version)
                 collected = time.monotonic()
                 packed, metrics = _pack(
-                    rollouts, algorithm, score, rows, length, minibatches, align, merge_equal
+                    rollouts, algorithm, score, rows, length, minibatches, align, merge_equal, share_prompts
                 )
                 intact = False
                 try:
@@ -425,6 +426,7 @@ def _pack(
     minibatches: int,
     align: int,
     merge_equal: bool,
+    share_prompts: bool,
 ) -> tuple[Packed, dict[str, float]]:
     """Filters, gives advantages, packs. Groups are dropped by their raw outcomes, never by shaped rewards.
     `score` gives the reference's log-probs."""
@@ -446,6 +448,7 @@ def _pack(
         minibatches=minibatches,
         align=align,
         merge_equal=merge_equal,
+        share_prompts=share_prompts,
     )
     return packed, dict(packed.metrics) | metrics | {
         "groups/equal": float(sum(equal)),
