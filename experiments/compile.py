@@ -8,6 +8,8 @@ how long they take is its estimate, with the model's FLOPs at the chips' peak be
 import argparse
 import dataclasses
 import importlib.util
+import json
+import math
 import os
 import re
 import time
@@ -15,21 +17,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from metagym.errors import InputError, MissingExtraError
+from metagym.errors import InputError, MissingExtraError, TrainingError
 
-# Of one device of a topology: HBM in GB, peak bf16 TFLOP/s (Google's published numbers).
+# Of one chip: HBM in GB, peak bf16 TFLOP/s, and GB/s of all its links to other chips (published numbers).
 CHIPS = {
-    "v4": (32.0, 275.0),
-    "v5e": (16.0, 197.0),
-    "v5p": (95.0, 459.0),
-    "v6e": (32.0, 918.0),
+    "v4": (32.0, 275.0, 300.0),
+    "v5e": (16.0, 197.0, 200.0),
+    "v5p": (95.0, 459.0, 600.0),
+    "v6e": (32.0, 918.0, 448.0),
 }
 COLLECTIVE = re.compile(
     r"^\s*(?:ROOT )?%?\S+ = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|"
     r"collective-permute)(?:-start)?\((.*)$"
 )
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)\}?")
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 ARRAY = re.compile(r"\b(pred|[subf]\d+|bf16)\[([\d,]*)\]")
 BYTES = {"pred": 1, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of exchange between chips."""
+
+    kind: str
+    shape: str
+    bytes: int  # of the result, per chip
+    times: int  # in a run of the program
 
 
 @dataclass(frozen=True)
@@ -41,9 +56,9 @@ class Program:
     outputs: int  # beyond the donated arguments
     temporaries: int
     resident: int  # the rest of the training state, which waits meanwhile
-    flops: float  # as the compiler counts; kernels without a count are not in it
-    seconds: float  # the compiler's estimate; 0: none
-    collectives: tuple[tuple[str, str, int], ...]  # (kind, shapes, bytes of the result), largest first
+    flops: float  # as the compiler counts: a loop's body once, kernels as they say
+    seconds: float  # the compiler's estimate of the same; 0: none
+    collectives: tuple["Collective", ...]  # the largest first
     compile_s: float
 
     @property
@@ -59,12 +74,25 @@ class Report:
     parameters: int
     limit: float  # bytes of a chip
     model_flops: float  # of a step, all chips, recomputation not counted
-    roofline_s: float  # the model's FLOPs at the chips' peak
+    compute_s: float  # the model's FLOPs, and the forward pass computed again, at the chips' peak
+    exchange_s: float  # what the collectives move, at the speed of a chip's links
     programs: tuple[Program, ...]
 
     @property
     def peak(self) -> int:
         return max(p.peak for p in self.programs)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """An estimate of a step: the exchange all hidden behind the computing, and none of it."""
+        return max(self.compute_s, self.exchange_s), self.compute_s + self.exchange_s
+
+    @property
+    def mfu(self) -> tuple[float, float]:
+        """The share of the chips' peak that the model's FLOPs are of it, in the same two cases."""
+        peak = CHIPS[self.topology.partition(":")[0]][1] * 1e12 * self.chips
+        best, worst = (self.model_flops / (s * peak) for s in self.seconds)
+        return best, worst
 
     @property
     def fits(self) -> bool:
@@ -85,31 +113,53 @@ def model_flops(c: Any, rows: int, length: int) -> float:
     return float(rows * length * (6 * weights + scores))
 
 
-def collectives(text: str, most: int = 5) -> tuple[tuple[str, str, int], ...]:
-    """The largest collective operations of a compiled program's text: (kind, shapes, bytes of the result)."""
-    found = {}
+def runs(text: str) -> dict[str, int]:
+    """How often each computation of a compiled program runs: a loop's body as often as the compiler knows."""
+    calls: dict[str, list[tuple[str, int]]] = {}
+    entry = name = ""
     for line in text.splitlines():
-        if match := COLLECTIVE.match(line):
-            arrays = ARRAY.findall(match[1])
+        if match := COMPUTATION.match(line):
+            name = match[2]
+            calls[name] = []
+            entry = name if match[1] else entry
+        elif name and (found := CALLED.findall(line)):
+            trips = TRIPS.search(line)
+            times = int(trips[1]) if trips else 1
+            calls[name] += [(c.strip().lstrip("%"), times) for group in found for c in group.split(",")]
+    total: dict[str, int] = {}
+
+    def visit(name: str, times: int) -> None:
+        total[name] = total.get(name, 0) + times
+        for called, n in calls.get(name, ()):
+            visit(called, times * n)
+
+    visit(entry, 1)
+    return total
+
+
+def collectives(text: str) -> tuple[Collective, ...]:
+    """The collective operations of a compiled program's text, by what they move in all, the most first."""
+    times, found, name = runs(text), {}, ""
+    for line in text.splitlines():
+        if match := COMPUTATION.match(line):
+            name = match[2]
+        elif match := COLLECTIVE.match(line):
             sizes = []
-            for kind, shape in arrays:
+            for kind, shape in ARRAY.findall(match[1]):
                 item = BYTES.get(kind) or int(re.sub(r"\D", "", kind)[:2] or 8) // 8
-                n = 1
-                for d in filter(None, shape.split(",")):
-                    n *= int(d)
-                sizes.append((item * n, f"{kind}[{shape}]"))
-            if sizes:
-                size, shape = max(sizes)
-                found[match[2], shape] = size
-    ranked = sorted(((k, s, n) for (k, s), n in found.items()), key=lambda x: -x[2])
-    return tuple(ranked[:most])
+                sizes.append((item * math.prod(map(int, filter(None, shape.split(",")))), f"{kind}[{shape}]"))
+            if sizes and times.get(name, 0):
+                key = (match[2], *max(sizes))
+                found[key] = found.get(key, 0) + times[name]
+    made = [Collective(kind, shape, size, n) for (kind, size, shape), n in found.items()]
+    return tuple(sorted(made, key=lambda c: -c.bytes * c.times))
 
 
 def compile_step(config: Any, topology: str) -> Report:
     """Compiles the gradient and the update of a config's training step for a topology, "v5p:8x8x4".
 
-    Raises InputError for a topology or mesh that makes no sense, and if the compiler finds that a program
-    does not fit.
+    Raises InputError for a topology or mesh that makes no sense, TrainingError with the compiler's words for
+    a program that it refuses, as it does one that does not fit.
     """
     generation = topology.partition(":")[0]
     if generation not in CHIPS or ":" not in topology:
@@ -128,7 +178,7 @@ def compile_step(config: Any, topology: str) -> Report:
     from metagym.experiments import build
     from metagym.models import Decoder, param_shardings
     from metagym.rl.batching import empty_batch
-    from metagym.rl.train_step import abstract_state, batch_sharding, make_train_step, state_shardings
+    from metagym.rl.train_step import HOST, abstract_state, batch_sharding, make_train_step, state_shardings
 
     try:
         devices = topologies.get_topology_desc(topology, platform="tpu").devices
@@ -143,7 +193,7 @@ def compile_step(config: Any, topology: str) -> Report:
 
     params = jax.tree.map(on, params, param_shardings(params, mesh))
     optimizer = build.build_optimizer(config)
-    state = abstract_state(params, optimizer, mesh)
+    state = abstract_state(params, optimizer, mesh, offload=config.optimizer.offload)
     policy = build.build_policy(config, mesh)(graphdef)
     step = make_train_step(policy, build.build_algorithm(config), optimizer, mesh, state_shardings(state))
     rows, length = config.batch.rows, config.batch.length
@@ -158,7 +208,7 @@ def compile_step(config: Any, topology: str) -> Report:
         return sum(
             int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
             for x in jax.tree.leaves(tree)
-            if isinstance(x.dtype, np.dtype)
+            if x.sharding.memory_kind != HOST
         )
 
     def compiled(name: str, program: Any, arguments: Sequence[Any], resident: int) -> Program:
@@ -167,7 +217,7 @@ def compile_step(config: Any, topology: str) -> Report:
             with jax.set_mesh(mesh):
                 done = program.lower(*arguments).compile()
         except jax.errors.JaxRuntimeError as error:
-            raise InputError(f"{name} on {topology}: {' '.join(str(error).split())[:1500]}") from error
+            raise TrainingError(f"{name} on {topology}: {' '.join(str(error).split())[:1500]}") from error
         memory, cost = done.memory_analysis(), done.cost_analysis() or {}
         return Program(
             name,
@@ -185,11 +235,19 @@ def compile_step(config: Any, topology: str) -> Report:
         compiled("gradient", step.gradient, (state.params, batch, flag), held(state.opt_state)),
         compiled("update", step.apply, (state, grads), 0),
     )
-    limit, peak = CHIPS[generation]
+    limit, peak, links = CHIPS[generation]
     flops = model_flops(shape, rows, length)
-    parameters = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
-    seconds = flops / (peak * 1e12 * mesh.size)
-    return Report(topology, mesh.size, rows * length, parameters, limit * 1e9, flops, seconds, programs)
+    return Report(
+        topology,
+        mesh.size,
+        rows * length,
+        sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        limit * 1e9,
+        flops,
+        flops * (8 / 6) / (peak * 1e12 * mesh.size),
+        sum(c.bytes * c.times for p in programs for c in p.collectives) / (links * 1e9),
+        programs,
+    )
 
 
 def show(report: Report) -> str:
@@ -204,18 +262,21 @@ def show(report: Report) -> str:
             f"{p.name}: {p.peak / gb:.2f} GB a chip = arguments {p.arguments / gb:.2f} + other state "
             f"{p.resident / gb:.2f} + results {p.outputs / gb:.2f} + temporaries {p.temporaries / gb:.2f}; "
             f"limit {report.limit / gb:.0f} GB",
-            f"  compiler: {p.flops / 1e12:.1f} TFLOP a chip, {p.seconds:.2f} s; it took {p.compile_s:.0f} s",
-            *(f"  {kind:18s} {size / 1e6:9.1f} MB  {shape}" for kind, shape, size in p.collectives),
+            f"  compiled in {p.compile_s:.0f} s; the compiler counts {p.flops / 1e12:.2f} TFLOP a chip and "
+            f"{p.seconds:.3f} s, loop bodies once",
+            *(
+                f"  {c.kind:18s} {c.bytes * c.times / gb:8.3f} GB = {c.times} x {c.shape}"
+                for c in p.collectives[:5]
+            ),
         ]
-    peak = CHIPS[report.topology.partition(":")[0]][1]
-    estimate = sum(p.seconds for p in report.programs)
-    lines.append(
-        f"model: {report.model_flops / 1e15:.2f} PFLOP a step, {report.roofline_s:.2f} s at the chips' "
-        f"{peak:.0f} TFLOP/s"
-    )
-    if estimate:
-        mfu = report.roofline_s / estimate
-        lines.append(f"the compiler's estimate is {estimate:.2f} s a step: an MFU of {mfu:.0%}")
+    chip = CHIPS[report.topology.partition(":")[0]]
+    best, worst = report.seconds
+    lines += [
+        f"model: {report.model_flops / 1e15:.2f} PFLOP a step; computing takes {report.compute_s:.2f} s at "
+        f"{chip[1]:.0f} TFLOP/s a chip (layers computed again included), exchange {report.exchange_s:.2f} s "
+        f"at {chip[2]:.0f} GB/s",
+        f"estimate: {best:.2f} to {worst:.2f} s a step, MFU {report.mfu[1]:.0%} to {report.mfu[0]:.0%}",
+    ]
     verdict = "fits" if report.fits else "DOES NOT FIT"
     lines.append(f"{verdict}: {report.peak / gb:.2f} of {report.limit / gb:.0f} GB")
     return "\n".join(lines)
@@ -232,9 +293,14 @@ def command(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check(config)
     report = compile_step(config, options.topology)
     if options.json:
-        import json
-
-        print(json.dumps({**dataclasses.asdict(report), "peak": report.peak, "fits": report.fits}, indent=2))
+        about = {
+            **dataclasses.asdict(report),
+            "peak": report.peak,
+            "fits": report.fits,
+            "seconds": report.seconds,
+            "mfu": report.mfu,
+        }
+        print(json.dumps(about, indent=2))
     else:
         print(show(report))
     return 0 if report.fits else 1

@@ -84,8 +84,17 @@ def _moments(
     shapes = jax.eval_shape(optimizer.init, params)
     if offload:
         shardings = jax.tree.map(lambda s: s.with_memory_kind(HOST), shardings)
+
+    def masked(x: Any) -> bool:  # in place of a parameter that this part of the optimizer does not train
+        return isinstance(x, optax.MaskedNode)
+
     found = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, sharding: sharding, shapes, shardings, transform_non_params=lambda _: whole
+        optimizer,
+        lambda x, sharding: x if masked(x) else sharding,
+        shapes,
+        shardings,
+        transform_non_params=lambda _: whole,
+        is_leaf=masked,
     )
     return shapes, found
 

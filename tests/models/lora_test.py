@@ -16,12 +16,14 @@ from metagym.models import (
     ModelError,
     load,
     load_adapter,
+    make_mesh,
     make_policy,
     save,
     save_adapter,
     trainable,
 )
 from metagym.models.lora import merge
+from metagym.rl.train_step import init_state
 
 CONFIG = ModelConfig(
     vocab_size=320,
@@ -80,7 +82,8 @@ def test_only_the_adapter_is_trained(adapted, batch):
     assert sum(jax.tree.leaves(mask)) == 14
     labels = jax.tree.map(lambda own: "train" if own else "freeze", mask)
     optimizer = optax.multi_transform({"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels)
-    state = optimizer.init(params)
+    mesh = make_mesh((1,), devices=jax.devices()[:1])
+    state = init_state(params, optimizer, jax.random.key(0), mesh).opt_state
     moments = sum(x.size for x in jax.tree.leaves(state))
     assert moments < 2.1 * sum(
         x.size for x, own in zip(jax.tree.leaves(params), jax.tree.leaves(mask), strict=True) if own
