@@ -2,12 +2,12 @@
 # make test    set up, then run the tests                      ARGS="tests/rl -k grpo" selects some
 # make test-harness   install the real coding harnesses (npm, pip), and test them end to end
 # make bench   speed beside PyTorch, TRL and Tunix             ARGS=grpo selects: grpo train decode prefill rollouts ...
-# make soak    500 steps with faults and kills, which end as the run in which nothing fails
-# make parity  ALFWorld beside TextWorld, models beside transformers   ALFWORLD_DATA=DIR, ARGS="--train-per-type 300"
 # make scale   compile training steps for TPUs that are elsewhere, and check that they fit (docs/scale.md)
+# make soak    500 steps with faults and kills, which end as the run in which nothing fails
+# make parity  ALFWorld beside TextWorld, models beside transformers, losses beside TRL's and verl's   ALFWORLD_DATA=DIR, ARGS="--train-per-type 300"
 # make check   what CI runs: format, lint, types, layout, tests
 .DEFAULT_GOAL := help
-.PHONY: help train test test-harness bench soak lint check format requirements setup setup-test clean
+.PHONY: help train test test-harness bench parity parity-alfworld parity-losses parity-models soak scale lint check format requirements setup setup-test clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,12 +35,26 @@ test-harness: $(VENV)/.test
 bench: $(VENV)/.train
 	$(PY) benchmarks/run.py $(ARGS)
 
-parity: parity-models parity-alfworld
+# libtpu has an environment of its own: beside it, JAX looks for a TPU at every start.
+scale: $(VENV)-tpu/.scale
+	$(VENV)-tpu/bin/python -m metagym.experiments.scale $(ARGS)
+
+$(VENV)-tpu/.scale: $(VENV)/.train requirements/train.txt pyproject.toml
+	@$(BIN)/uv venv --quiet --allow-existing --python $(PY) $(VENV)-tpu
+	@VIRTUAL_ENV=$(VENV)-tpu $(BIN)/uv pip install --quiet -r requirements/train.txt \
+		"jax[tpu]==$$($(PY) -c 'import jax; print(jax.__version__)')"
+	@VIRTUAL_ENV=$(VENV)-tpu $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+parity: parity-models parity-losses parity-alfworld
 
 # TextWorld's planner is C++ that is built here, in minutes.
 parity-alfworld: $(VENV)-alfworld/.done
 	$(VENV)-alfworld/bin/python -m pytest tests/envs/alfworld_test.py tests/metagym/adapter_test.py -k textworld
 	ALFWORLD_DATA="$(ALFWORLD_DATA)" $(VENV)-alfworld/bin/python benchmarks/parity_alfworld.py $(ARGS)
+
+parity-losses: $(VENV)/.train
+	$(PY) benchmarks/conformance/losses.py $(ARGS)
 
 parity-models: $(VENV)/.train $(VENV)-transformers/.done
 	$(PY) benchmarks/conformance/transformers_parity.py check --peer $(VENV)-transformers/bin/python
@@ -57,17 +71,6 @@ $(VENV)-transformers/.done: $(VENV)/.uv
 
 soak: $(VENV)/.test
 	SOAK_STEPS=500 $(PY) -m pytest -s tests/trust/soak_test.py
-
-# libtpu has an environment of its own: beside it, JAX looks for a TPU at every start.
-scale: $(VENV)-tpu/.scale
-	$(VENV)-tpu/bin/python -m metagym.experiments.scale $(ARGS)
-
-$(VENV)-tpu/.scale: $(VENV)/.train requirements/train.txt pyproject.toml
-	@$(BIN)/uv venv --quiet --allow-existing --python $(PY) $(VENV)-tpu
-	@VIRTUAL_ENV=$(VENV)-tpu $(BIN)/uv pip install --quiet -r requirements/train.txt \
-		"jax[tpu]==$$($(PY) -c 'import jax; print(jax.__version__)')"
-	@VIRTUAL_ENV=$(VENV)-tpu $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
-	@touch $@
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -118,4 +121,4 @@ requirements: $(VENV)/.uv
 		pyproject.toml requirements/weights.in -o requirements/test.txt
 
 clean:
-	rm -rf $(VENV) $(VENV)-alfworld $(VENV)-transformers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-alfworld $(VENV)-transformers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

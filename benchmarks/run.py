@@ -84,13 +84,16 @@ def python_of(peer: str) -> str:
         return given
     home = ROOT / f".venv-bench-{peer}"
     python, done = home / "bin" / "python", home / ".done"
-    wanted = (HERE / "requirements" / f"{peer}.txt").read_text()
+    files = [HERE / "requirements" / f"{peer}.txt", HERE / "requirements" / f"{peer}-alone.txt"]
+    wanted = "".join(f.read_text() for f in files if f.exists())
     if not done.exists() or done.read_text() != wanted:
         print(f"installing {peer} into {home.name}", flush=True)
         uv = Path(sys.executable).parent / "uv"
         subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, home], check=True)
         install = [uv, "pip", "install", "--quiet", "--python", python, "-r"]
-        subprocess.run([*install, HERE / "requirements" / f"{peer}.txt"], check=True)
+        subprocess.run([*install, files[0]], check=True)
+        if files[1].exists():  # whose own dependencies are not needed
+            subprocess.run([*install, files[1], "--no-deps"], check=True)
         done.write_text(wanted)
     return str(python)
 
