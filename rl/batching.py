@@ -38,7 +38,7 @@ class Segment:
     advantages: np.ndarray  # f64
     behavior_logprobs: np.ndarray  # f32, NaN off the mask
     turn: np.ndarray  # i32
-    version: np.ndarray  # i32, -1 off the mask
+    version: np.ndarray  # i32, -1 where it was not sampled
     routing: np.ndarray  # i32
     rollout: Any  # int; i32[n] where the segment is a tree
     positions: np.ndarray  # i32: 0, 1, 2, ..., in a tree along each branch
@@ -77,7 +77,7 @@ def shift(trace: TokenTrace, advantage: Advantage, rollout: int) -> Segment | No
         advantages=_of_tokens(advantage, trace.turn[1 : n + 1], mask),
         behavior_logprobs=np.where(mask, trace.logprobs[1 : n + 1], np.nan).astype(np.float32),
         turn=np.asarray(trace.turn[1 : n + 1], np.int32),
-        version=np.where(mask, trace.version[1 : n + 1], -1).astype(np.int32),
+        version=np.asarray(trace.version[1 : n + 1], np.int32),
         routing=np.asarray(trace.routing[:n], np.int32),
         rollout=rollout,
         positions=np.arange(n, dtype=np.int32),

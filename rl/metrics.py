@@ -54,15 +54,16 @@ def token_metrics(
     """Metrics over the trained tokens of micro-batches; each is (batch, logprobs, entropy, clipped [B, L]).
 
     A token that stands for n equal ones counts n times. Empty if nothing was trained. `version` names the
-    weights that the old log-probs are of: `sampler/` is about the tokens that these sampled, all of them if
-    it is None, also by the model call that they belong to if there are several, calls from 2 on in powers of
-    two; `stale/` is about the others, where the distance holds what was learned since, too.
+    weights that the old log-probs are of: `sampler/` is about the tokens of replies that these alone sampled
+    (weights that change in the middle of a reply leave its beginning in the engine's cache), all tokens if it
+    is None, also by the model call that they belong to if there are several, calls from 2 on in powers of
+    two. `stale/` is about the others, where the distance holds what was learned since, too.
     """
     columns: list[np.ndarray] = []
     for batch, logprobs, entropy, clipped in seen:
         on = np.asarray(batch.mask) > 0
         fields = (logprobs, batch.old_logprobs, batch.behavior_logprobs, batch.ref_logprobs, entropy, clipped)
-        fields = (*fields, batch.advantages, batch.turn, batch.version)
+        fields = (*fields, batch.advantages, batch.turn, _oldest(batch))
         values = np.stack([np.asarray(x, np.float64)[on] for x in fields])
         columns.append(np.repeat(values, np.asarray(batch.mask)[on].astype(np.int64), axis=1))
     if not sum(c.shape[1] for c in columns):
@@ -94,6 +95,18 @@ def token_metrics(
         name = f"sampler/call_{first}" + (f"-{last}" if last > first else "")
         metrics |= among(name, fresh & (bucket == first))
     return metrics | among("sampler", fresh) | among("stale", ~fresh)
+
+
+def _oldest(batch: Batch) -> np.ndarray:
+    """The version of the oldest weights that took part in the reply of each position. i32[B, L]."""
+    version = np.asarray(batch.version)
+    rows = np.broadcast_to(np.arange(len(version))[:, None], version.shape)
+    replies = np.stack([rows, np.asarray(batch.segments), np.asarray(batch.turn)]).reshape(3, -1)
+    _, reply = np.unique(replies, axis=1, return_inverse=True)
+    reply = reply.reshape(version.shape)
+    oldest = np.full(reply.max() + 1, np.iinfo(np.int32).max)
+    np.minimum.at(oldest, reply[version >= 0], version[version >= 0])
+    return oldest[reply]
 
 
 class MetricsWriter:

@@ -60,7 +60,7 @@ class Batch:
     segments: Array  # i32[B, L], 1, 2, ... within a row; 0 is padding
     rollout: Array  # i32[B, L], index of the trajectory within the step; -1 is padding
     turn: Array  # i32[B, L], model call that the target belongs to; 0 in padding
-    version: Array  # i32[B, L], of the weights that sampled the target; -1 off the mask
+    version: Array  # i32[B, L], of the weights that sampled the target, trained or not; -1: not sampled
     routing: Array  # i32[B, L, R], experts that position t was sent to while sampling; R = 0 for dense models
 
 

@@ -155,3 +155,18 @@ def test_secrets_are_not_recorded(tmp_path):
 def test_a_begun_config_is_not_changed_by_overrides_of_another():
     assert parse("--config.steps=9").steps == 9
     assert parse().steps == 2
+
+
+def test_stop_rules_are_made_by_rule(tmp_path):
+    config = config_lib.load("debug")
+    config.stop_rules.collapse = config_lib.rule("policy/entropy", low=0.01, steps=3)
+    config_lib.check(config)
+    config_lib.write(config, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["stop_rules"]["collapse"]["high"] == float(
+        "inf"
+    )
+    config.stop_rules.other = ConfigDict({"metric": "x", "hihg": 1.0})
+    with pytest.raises(InputError, match=r"'stop_rules.other' must be made by rule\(...\)"):
+        config_lib.check(config)
+    with pytest.raises(InputError, match=r"'rollout.staleness' must not be negative, got -1"):
+        parse("--config.rollout.staleness=-1")

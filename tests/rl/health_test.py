@@ -115,6 +115,22 @@ def test_token_metrics_tell_fresh_from_stale_and_calls_apart():
     assert not any(name.startswith("stale/") for name in everything)
 
 
+def test_a_reply_that_two_versions_sampled_is_not_fresh():
+    """The engine's cache holds what the older weights made of its beginning, trained or not."""
+    l, q = np.full((1, 6), -1.0), np.array([-1, -1, -3, -1, -1.5, -1.0])
+    one = batch(
+        old_logprobs=l[0],
+        behavior_logprobs=q,
+        advantages=l[0],
+        turn=[0, 0, 0, 1, 1, 1],
+        version=[6, 6, 7, 7, 7, 7],
+    )
+    one.mask[0, :2] = 0  # too old to be trained
+    found = token_metrics([(one, l, l, l * 0)], version=7)
+    assert found["stale/max"] == 2.0
+    assert found["sampler/max"] == 0.5
+
+
 def test_calls_of_one_turn_are_not_told_twice():
     l = np.full((1, 6), -1.0)
     one = batch(old_logprobs=l[0], behavior_logprobs=l[0], advantages=l[0], turn=[0] * 6, version=[0] * 6)
