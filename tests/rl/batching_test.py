@@ -48,6 +48,28 @@ def test_the_shift():
     assert shift(frozen, 1.5, rollout=4) is None
 
 
+def test_only_what_was_sampled_is_trained_in_three_turns():
+    """Per turn: a user's text, the generation prompt (90, 91), the reply, its end-of-turn token (99), all
+    sampled, and the newline (10) that the template puts behind it."""
+    turn = [(20, 0), (90, 0), (91, 0), (30, 1), (31, 1), (99, 1), (10, 0)]
+    tokens = np.array([t + 100 * i if t < 90 and t != 10 else t for i in range(3) for t, _ in turn], np.int32)
+    said = np.array([m for _ in range(3) for _, m in turn], bool)
+    trace = TokenTrace(
+        tokens=tokens,
+        sampled=said,
+        trainable=said,
+        logprobs=np.where(said, -1.0, np.nan).astype(np.float32),
+        version=np.where(said, 0, -1).astype(np.int32),
+        turn=np.repeat(np.arange(3), 7).astype(np.int32),
+    )
+    s = shift(trace, 1.0, rollout=0)
+    assert s is not None
+    trained = s.targets[s.mask > 0].tolist()
+    assert trained == [30, 31, 99, 130, 131, 99, 230, 231, 99]
+    assert s.turn[s.mask > 0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert not set(s.targets[s.mask == 0]) & {30, 31, 99, 130, 131, 230, 231}
+
+
 def test_an_advantage_for_each_model_call(tiny):
     """Two traces of one episode share the call 0; each token has the advantage of the call that said it."""
     rng = np.random.default_rng(0)
