@@ -12,6 +12,7 @@ import hashlib
 import secrets
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -246,7 +247,9 @@ class Session(Live):
         sampling = replace(self.sampling, max_tokens=min(most, room, left), seed=self._seed_of(turn))
         future = None
         try:
-            future = self._backend.submit(np.concatenate([*parent.tokens(), prompt]).tolist(), sampling)
+            ids = array("i")  # as a list, but made of a long conversation in no time
+            ids.frombytes(np.concatenate([parent.tokens(), prompt], dtype=np.int32).tobytes())
+            future = self._backend.submit(ids, sampling)
             with self._lock:
                 self._running.add(future)
                 closed = self._closed

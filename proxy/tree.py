@@ -48,6 +48,7 @@ class Node:
     delivered: bool = True
     recalled: bool = False  # sampled, and trained, in another session
     children: list["Node"] = field(default_factory=list)
+    whole: np.ndarray | None = None  # `tokens()`, kept by leaves: a long conversation goes on from one
 
     def path(self) -> list["Node"]:
         """The calls from the first below the root to this one."""
@@ -57,13 +58,14 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def tokens(self) -> list[np.ndarray]:
-        """What was rendered and said from the root to here, in order."""
-        return [
-            part
-            for n in self.path()
-            for part in (n.prompt, n.prompt[:0] if n.generation is None else n.generation.tokens)
-        ]
+    def tokens(self) -> np.ndarray:
+        """What was rendered and said from the root to here: i32[length]."""
+        if self.whole is not None:
+            return self.whole
+        said = [(n.prompt, n.generation.tokens) for n in self.path() if n.generation is not None]
+        return np.concatenate(
+            [np.zeros(0, np.int32), *(part for pair in said for part in pair)], dtype=np.int32
+        )
 
 
 class Tree:
@@ -99,6 +101,11 @@ class Tree:
 
     def add(self, node: Node) -> None:
         assert node.parent is not None
+        assert node.generation is not None
+        node.whole = np.concatenate(
+            [node.parent.tokens(), node.prompt, node.generation.tokens], dtype=np.int32
+        )
+        node.parent.whole = None
         node.parent.children.append(node)
         self.deliver(node.parent)  # whoever goes on from a reply has got it
         self.nodes.append(node)
@@ -251,7 +258,7 @@ def _trace(path: Sequence[Node], whys: Sequence[Why], kind: Kind) -> TokenTrace:
     if len(read):
         routing[: len(read)] = np.where(routing[: len(read)] >= 0, routing[: len(read)], read)
     return TokenTrace(
-        tokens=np.concatenate(path[-1].tokens()).astype(np.int32),
+        tokens=path[-1].tokens().copy(),
         sampled=join(False, lambda g, why: True, bool),
         trainable=join(False, lambda g, why: why == Why.SAMPLED, bool),
         logprobs=join(np.nan, lambda g, why: g.logprobs, np.float32),
