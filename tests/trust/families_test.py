@@ -1,5 +1,5 @@
-"""The embedded engine serves every family: what it samples has the log-probs of the trainer's forward pass,
-and a mixture of experts records the experts that it took."""
+"""The embedded engine serves what families add (biases, YaRN, normalised heads, experts, adapters): what it
+samples has the log-probs of the trainer's forward pass, and the experts of every token are recorded."""
 
 import dataclasses
 
@@ -28,7 +28,6 @@ SHAPE = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "qk_norm": True}
 FAMILIES = {
     "qwen2": ModelConfig(**SHAPE, model_type="qwen2", qkv_bias=True, tie_word_embeddings=True),
-    "qwen3": ModelConfig(**SHAPE, model_type="qwen3", qk_norm=True),
     "qwen3_moe": ModelConfig(**SHAPE, **EXPERTS, model_type="qwen3_moe"),
     "llama with an adapter": ModelConfig(**SHAPE, lora=Lora(2, 4.0)),
 }
