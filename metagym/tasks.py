@@ -1,7 +1,10 @@
-"""`metagym tasks list|show|play`: which worlds there are, a task's beginning, playing one by hand."""
+"""`metagym tasks list|show|play|build`: which worlds there are, a task's beginning, playing one by hand; making
+tasks of software engineering.
+"""
 
 import argparse
 import contextlib
+import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +24,14 @@ A world is an id, such as metagym/Toy-v0, or its short form, toy. Other options 
   metagym tasks list alfworld --data=DIR                   its splits, types and first tasks
   metagym tasks show minihack Room-5x5:7 --observation=compact
   metagym tasks play toy doors-red:3 --seed=1              "?" shows what can be done, Ctrl-D ends
+  metagym tasks build --out=DIR --count=500                makes tasks for swe: `metagym tasks build --help`
 """
 
 
 def command(arguments: Sequence[str]) -> int:
     """Runs `metagym tasks ...`; the exit code."""
+    if arguments and arguments[0] == "build":  # reached by name: it lives above this package
+        return importlib.import_module("metagym.envs.swe.build").command(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="metagym tasks",
         description=__doc__,
