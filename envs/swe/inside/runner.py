@@ -17,6 +17,7 @@ class Recorder:
         self.collected = []
         self.outcomes = {}
         self.errors = {}
+        self.messages = {}
 
     def pytest_collection_modifyitems(self, config, items):
         if self.only is not None:
@@ -26,7 +27,9 @@ class Recorder:
         self.collected = [item.nodeid for item in session.items]
 
     def pytest_exception_interact(self, node, call, report):
-        self.errors.setdefault(node.nodeid, call.excinfo.typename)
+        if node.nodeid not in self.errors:
+            self.errors[node.nodeid] = call.excinfo.typename
+            self.messages[node.nodeid] = call.excinfo.exconly()[:300]
 
     def pytest_collectreport(self, report):
         if report.failed:

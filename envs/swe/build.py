@@ -1,0 +1,457 @@
+"""`metagym tasks build`: real tasks, made here. Sources come from the package index; this project has none.
+
+Two kinds, as `recipes.json` says: a *pair* is a release with a bug and the next one with the fix and its
+tests; *mutation* changes a release's code until its own tests notice. Every task is admitted by
+`metagym.envs.swe.admission` before it is written.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import random
+import secrets
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from metagym.envs.swe import admission, datasets, mutation, patches, sites
+from metagym.envs.swe.bubblewrap import BubblewrapFactory, own
+from metagym.envs.swe.grading import LIMITS, open_sandbox, run_tests
+from metagym.envs.swe.instances import TOOLS, Instance, cache_folder
+from metagym.errors import InputError, SandboxError
+from metagym.protocols import SandboxFactory
+
+RECIPES = Path(__file__).with_name("recipes.json")
+_log = logging.getLogger("metagym.swe")
+
+
+def recipes(path: Path = RECIPES) -> dict[str, Any]:
+    """What is built: `packages` (for mutation) and `pairs`."""
+    return json.loads(path.read_text())
+
+
+# --- sources -----------------------------------------------------------------------------------------------
+
+
+def sdist(name: str, version: str, sha256: str, folder: Path | None = None) -> Path:
+    """The unpacked source distribution of a release. Raises InputError if it can't be had or is another."""
+    place = (folder or cache_folder() / "sdists") / f"{name}-{version}"
+    if place.is_dir():
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent) as work:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
+        command += [f"--no-binary={name}", f"{name}=={version}", "--dest", work]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        files = list(Path(work).glob("*.tar.gz"))
+        if done.returncode or len(files) != 1:
+            raise InputError(f"the source of {name} {version} can't be had: {done.stderr.strip()[-400:]}")
+        digest = hashlib.sha256(files[0].read_bytes()).hexdigest()
+        if sha256 and digest != sha256:
+            raise InputError(
+                f"the source of {name} {version} has the hash {digest}, not {sha256} as expected."
+            )
+        unpack(files[0], Path(work) / "out")
+        (top,) = (Path(work) / "out").iterdir()
+        own(top)
+        top.chmod(0o755)
+        os.rename(top, place)
+    return place
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpacks a .tar.gz, regular files and folders alone."""
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            if (
+                (member.isfile() or member.isdir())
+                and not os.path.isabs(member.name)
+                and ".." not in member.name.split("/")
+            ):
+                member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+                member.uid = member.gid = os.getuid()
+                tar.extract(member, folder, filter="fully_trusted", set_attrs=True)
+
+
+def diff(old: bytes, new: bytes, path: str) -> bytes:
+    """A patch of one file."""
+    with tempfile.TemporaryDirectory() as work:
+        for side, content in (("a", old), ("b", new)):
+            file = Path(work, side, path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        done = subprocess.run(
+            ["git", "diff", "--no-index", "--binary", "--no-color", "--no-prefix", f"a/{path}", f"b/{path}"],
+            cwd=work,
+            capture_output=True,
+            check=False,
+            env={"PATH": os.environ.get("PATH", ""), "GIT_CONFIG_NOSYSTEM": "1", "HOME": work},
+        )
+    return done.stdout
+
+
+def issue_text(messages: Mapping[str, str], tests: Sequence[str]) -> str:
+    """An issue from what fails: names and messages, never where."""
+    lines = []
+    for test in tests[:5]:
+        name = test.rpartition("::")[2]
+        message = messages.get(test, "").strip().splitlines()[:4]
+        lines.append(f"- {name}" + (f": {' '.join(message)[:240]}" if message else ""))
+    more = f"\n- and {len(tests) - 5} more" if len(tests) > 5 else ""
+    return "Some things no longer work as they should. What is seen:\n" + "\n".join(lines) + more
+
+
+# --- mutation ----------------------------------------------------------------------------------------------
+
+
+def base_of(package: Mapping[str, Any], source: Path) -> Instance:
+    """The package as it is, with no bug: what its mutants are made from."""
+    return Instance(
+        id=f"{package['name']}-base",
+        repo=str(package["name"]),
+        issue="",
+        gold=b"",
+        fail_to_pass=(),
+        pass_to_pass=(),
+        split=str(package.get("split", "train")),
+        source=str(source),
+        site=sites.installed(package["requirements"]) if package.get("requirements") else sites.copied(),
+        python_path=tuple(package.get("python_path", (".",))),
+        arguments=tuple(package.get("arguments", ())),
+        timeout_s=120.0,
+        created=str(package.get("created", "")),
+        about={"package": str(package["name"]), "version": str(package.get("version", ""))},
+    )
+
+
+def screen(
+    factory: SandboxFactory,
+    base: Instance,
+    tests: Sequence[str],
+    mutants: Sequence[tuple[str, str]],
+    timeout_s: float,
+) -> list[dict[str, Any] | None]:
+    """The outcomes of a package's tests for each mutant, (path, content); None where they did not end."""
+    sandbox = open_sandbox(factory, base, LIMITS)
+    try:
+        report = f"/tmp/{secrets.token_hex(8)}.json"
+        arguments = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "addopts=",
+            f"--rootdir={base.workdir}",
+            *base.arguments,
+        ]
+        spec = {"args": [*arguments, *tests], "mutants": mutants, "timeout_s": timeout_s, "report": report}
+        sandbox.exec(
+            f"python {TOOLS}/screen.py",
+            (timeout_s + 5) * len(mutants) + 60,
+            cwd=base.workdir,
+            env=base.env(),
+            stdin=json.dumps(spec).encode(),
+        )
+        return json.loads(sandbox.read(report))
+    except FileNotFoundError as error:
+        raise SandboxError("the tests of a batch of mutants left no report") from error
+    finally:
+        sandbox.close()
+
+
+def mutation_tasks(
+    factory: SandboxFactory,
+    package: Mapping[str, Any],
+    source: Path,
+    *,
+    wanted: int,
+    seed: int = 0,
+    workers: int = 2,
+) -> Iterator[Instance]:
+    """Admitted tasks of one package, at most `wanted`, in an order that the seed determines."""
+    base = base_of(package, source)
+    tests = tuple(package["tests"])
+    sandbox = open_sandbox(factory, base, LIMITS)
+    try:
+        clean = [run_tests(sandbox, base, tests) for _ in range(2)]
+    finally:
+        sandbox.close()
+    good = [t for t, outcome in clean[0].outcomes.items() if outcome == clean[1].outcomes.get(t) == "passed"]
+    if not good:
+        raise InputError(f"{base.repo}: no test passes as it is: {clean[0].result.output[-400:]}")
+    timeout_s = max(5.0, 10 * max(run.result.seconds for run in clean))
+    candidates = [
+        (path, mutant)
+        for path in sorted(
+            str(p.relative_to(source)) for pattern in package["files"] for p in source.glob(pattern)
+        )
+        for mutant in mutation.mutants((source / path).read_text())
+    ]
+    random.Random(seed).shuffle(candidates)
+    candidates = spread(candidates)
+    made, size = 0, 20
+    batches = [candidates[i : i + size] for i in range(0, len(candidates), size)]
+    with ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(batches), workers):
+            if made >= wanted:
+                break
+            futures = [
+                pool.submit(_batch, factory, base, source, tests, good, batch, timeout_s)
+                for batch in batches[start : start + workers]
+            ]
+            for future in as_completed(futures):
+                for instance in future.result():
+                    if made < wanted:
+                        made += 1
+                        yield instance
+
+
+def spread(candidates: list[tuple[str, mutation.Mutant]]) -> list[tuple[str, mutation.Mutant]]:
+    """The same, kind after kind in turn, so that no kind has most of the tasks."""
+    by_kind: dict[str, list[tuple[str, mutation.Mutant]]] = {}
+    for candidate in candidates:
+        by_kind.setdefault(candidate[1].kind, []).append(candidate)
+    found = []
+    while by_kind:
+        for kind in list(by_kind):
+            found.append(by_kind[kind].pop())
+            if not by_kind[kind]:
+                del by_kind[kind]
+    return found
+
+
+def _batch(
+    factory: SandboxFactory,
+    base: Instance,
+    source: Path,
+    tests: Sequence[str],
+    good: Sequence[str],
+    batch: Sequence[tuple[str, mutation.Mutant]],
+    timeout_s: float,
+) -> list[Instance]:
+    found = []
+    try:
+        screened = screen(factory, base, tests, [(path, m.source) for path, m in batch], timeout_s)
+    except SandboxError as error:
+        _log.warning("%s: a batch of mutants is left out: %s", base.repo, error)
+        return []
+    for (path, mutant), told in zip(batch, screened, strict=True):
+        if told is None:
+            continue  # it hangs or crashes the interpreter
+        fails = [t for t in good if told["outcomes"].get(t) in ("failed", "error")]
+        missing = [t for t in good if t not in told["outcomes"]]
+        if not fails or missing or len(fails) > len(good) // 2:
+            continue
+        draft = mutant_instance(base, source, path, mutant, fails, good, told["messages"])
+        kinds = {told["errors"].get(t, "") for t in fails}
+        if kinds <= set(datasets.Selection().skip_kinds):
+            continue
+        try:
+            admitted = admission.admit(factory, draft, runs=1)
+        except (SandboxError, InputError) as error:
+            _log.warning("%s: %s", draft.id, error)
+            continue
+        if admitted.instance is not None:
+            found.append(admitted.instance)
+    return found
+
+
+def mutant_instance(
+    base: Instance,
+    source: Path,
+    path: str,
+    mutant: mutation.Mutant,
+    fails: Sequence[str],
+    good: Sequence[str],
+    messages: Mapping[str, str],
+) -> Instance:
+    """The task of undoing a mutant. The agent doesn't get the test files that notice it."""
+    original = (source / path).read_bytes()
+    changed = mutant.source.encode()
+    files = tuple(dict.fromkeys(t.partition("::")[0] for t in fails))
+    digest = hashlib.sha256(path.encode() + changed).hexdigest()[:8]
+    return dataclasses.replace(
+        base,
+        id=f"{base.repo}-{mutant.kind.replace(' ', '-')}-{digest}",
+        issue=issue_text(messages, fails),
+        gold=diff(changed, original, path),
+        change=diff(original, changed, path),
+        fail_to_pass=tuple(fails),
+        pass_to_pass=tuple(t for t in good if t not in fails and t.partition("::")[0] in files),
+        tests={f: (source / f).read_bytes() for f in files},
+        hidden=files,
+        about={**base.about, "kind": mutant.kind, "function": mutant.function},
+    )
+
+
+# --- pairs of releases -------------------------------------------------------------------------------------
+
+
+def pair_task(factory: SandboxFactory, pair: Mapping[str, Any], old: Path, new: Path) -> admission.Admission:
+    """The task of getting from a release to the next: the fix and its tests are the next one's."""
+
+    def files(root: Path, patterns: Sequence[str]) -> set[str]:
+        return {str(p.relative_to(root)) for pattern in patterns for p in root.glob(pattern) if p.is_file()}
+
+    code = files(old, pair["files"]) | files(new, pair["files"])
+    gold = b"".join(
+        diff(_content(old / path), _content(new / path), path)
+        if (old / path).exists() and (new / path).exists()
+        else _added_or_removed(old / path, new / path, path)
+        for path in sorted(code)
+        if _content(old / path) != _content(new / path)
+    )
+    tests = {path: (new / path).read_bytes() for path in sorted(files(new, pair["tests"]))}
+    hidden = tuple(sorted(files(old, pair["tests"])))
+    base = dataclasses.replace(
+        base_of({**pair, "version": pair["new"]}, old),
+        gold=gold,
+        tests=tests,
+        hidden=hidden,
+        id=f"{pair['name']}-{pair['new']}",
+    )
+    every = tuple(
+        pair.get("run")
+        or sorted(p for p in tests if patches.is_test(p) and p.endswith(".py") and "/test" in f"/{p}")
+    )
+    runs = {}
+    for name, patch in (("old", b""), ("new", gold)):
+        draft = dataclasses.replace(base, fail_to_pass=tuple(f"{p}::x" for p in every))
+        (runs[name],) = admission.observe(factory, draft, patch, 1)
+    fails = [
+        t
+        for t, o in runs["new"].outcomes.items()
+        if o == "passed" and runs["old"].outcomes.get(t) != "passed"
+    ]
+    passes = [t for t, o in runs["new"].outcomes.items() if o == "passed" and t not in fails]
+    if not fails:
+        said = runs["new"].problem or runs["new"].result.output[-300:]
+        return admission.Admission(
+            None, f"no test fails in {pair['old']} and passes in {pair['new']} ({said})"
+        )
+    draft = dataclasses.replace(
+        base,
+        issue=issue_text({t: runs["old"].errors.get(t, "") for t in fails}, fails),
+        fail_to_pass=tuple(fails),
+        pass_to_pass=tuple(passes),
+    )
+    return admission.admit(factory, draft, runs=2)
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _added_or_removed(old: Path, new: Path, path: str) -> bytes:
+    """A patch that makes or removes a file of text."""
+    made = new.is_file()
+    lines = (new if made else old).read_bytes().split(b"\n")[:-1]
+    name, sign = path.encode(), b"+" if made else b"-"
+    count = f"@@ -0,0 +1,{len(lines)} @@\n" if made else f"@@ -1,{len(lines)} +0,0 @@\n"
+    head = (
+        b"diff --git a/"
+        + name
+        + b" b/"
+        + name
+        + (b"\nnew file mode 100644" if made else b"\ndeleted file mode 100644")
+    )
+    sides = b"\n--- /dev/null\n+++ b/" + name if made else b"\n--- a/" + name + b"\n+++ /dev/null"
+    return head + sides + b"\n" + count.encode() + b"".join(sign + line + b"\n" for line in lines)
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def command(arguments: Sequence[str]) -> int:
+    """`metagym tasks build`; the exit code."""
+    parser = argparse.ArgumentParser(prog="metagym tasks build", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=Path("runs/tasks"), help="folder to write to")
+    parser.add_argument("--kind", choices=("mutation", "pairs", "all"), default="all")
+    parser.add_argument("--count", type=int, default=500, help="tasks by mutation, over all packages")
+    parser.add_argument("--packages", help="names, with commas between them; default: all of the recipes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args(arguments)
+    told = recipes()
+    chosen = set(options.packages.split(",")) if options.packages else None
+    factory = BubblewrapFactory()
+    try:
+        if options.kind != "pairs":
+            packages = [p for p in told["packages"] if chosen is None or p["name"] in chosen]
+            _build_mutation(factory, packages, options)
+        if options.kind != "mutation":
+            _build_pairs(
+                factory, [p for p in told["pairs"] if chosen is None or p["name"] in chosen], options.out
+            )
+    finally:
+        factory.close()
+    return 0
+
+
+def _placed(name: str, version: str, sha256: str, out: Path) -> Path:
+    """A copy of a source beside the tasks, which refer to it."""
+    place = out / "sources" / f"{name}-{version}"
+    if not place.is_dir():
+        shutil.copytree(sdist(name, version, sha256), place, symlinks=True)
+        own(place)
+    return place
+
+
+def _build_mutation(
+    factory: SandboxFactory, packages: Sequence[Mapping[str, Any]], options: argparse.Namespace
+) -> None:
+    out: Path = options.out
+    share = -(-options.count // max(1, len(packages)))
+    for package in packages:
+        started, made = time.monotonic(), []
+        file = out / f"{package['name']}-mutation.jsonl"
+        try:
+            source = _placed(package["name"], package["version"], package["sha256"], out)
+            for instance in mutation_tasks(
+                factory, package, source, wanted=share, seed=options.seed, workers=options.workers
+            ):
+                made.append(instance)
+                if len(made) % 20 == 0:
+                    datasets.save(made, file)
+        except (InputError, SandboxError) as error:
+            print(f"{package['name']}: {error}", file=sys.stderr)
+        datasets.save(made, file)
+        print(f"{file}: {len(made)} tasks, {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _build_pairs(factory: SandboxFactory, pairs: Sequence[Mapping[str, Any]], out: Path) -> None:
+    made = []
+    for pair in pairs:
+        try:
+            old = _placed(pair["name"], pair["old"], pair["old_sha256"], out)
+            new = _placed(pair["name"], pair["new"], pair["new_sha256"], out)
+            admitted = pair_task(factory, pair, old, new)
+        except (InputError, SandboxError) as error:
+            print(f"{pair['name']} {pair['old']} -> {pair['new']}: {error}", file=sys.stderr)
+            continue
+        what = admitted.reason
+        if admitted.instance is not None:
+            made.append(admitted.instance)
+            fails, passes = len(admitted.instance.fail_to_pass), len(admitted.instance.pass_to_pass)
+            what = f"{fails} tests decide, {passes} must hold; {what}"
+        print(f"{pair['name']} {pair['old']} -> {pair['new']}: {what}", flush=True)
+    datasets.save(made, out / "pairs.jsonl")
+    print(f"{out / 'pairs.jsonl'}: {len(made)} tasks", flush=True)
