@@ -18,15 +18,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import gymnasium as gym
+
 from metagym import forward
+from metagym.episode import describe, stop_reason
 from metagym.errors import HarnessError, InputError, MetaGymError, ResourceLimitError
-from metagym.protocols import Sandbox
-from metagym.types import Mount
+from metagym.live import Live
+from metagym.protocols import Sandbox, SandboxFactory
+from metagym.types import Limits, Mount, StopReason, Task, Trajectory, Turn
 
 BIN, HOME, SOCKETS = "/opt/harness", "/tmp/harness", "/opt/proxy"
 PORT = 8123  # of the loopback inside the sandbox
@@ -263,6 +267,82 @@ def run(
         time.monotonic() - began,
         _text(sandbox, spec["log"]),
         _text(sandbox, f"{start.home}/{harness.log}") if harness.log else "",
+    )
+
+
+class WithMounts(Live):
+    """A `SandboxFactory` whose sandboxes have some mounts more: for worlds that start their own."""
+
+    def __init__(self, factory: SandboxFactory, mounts: Sequence[Mount]):
+        self._factory, self._mounts = factory, tuple(mounts)
+
+    def start(
+        self,
+        image: str,
+        mounts: Sequence[Mount] = (),
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        labels: Mapping[str, str] | None = None,
+    ) -> Sandbox:
+        return self._factory.start(image, (*mounts, *self._mounts), limits, labels)
+
+    def snapshot(self, sandbox: Sandbox) -> str:
+        return self._factory.snapshot(sandbox)
+
+    def close(self) -> None:
+        """Does nothing: the factory belongs to who made it."""
+
+
+def play(
+    harness: Harness,
+    env: gym.Env[str, str],
+    endpoint: Endpoint,
+    task: Task,
+    *,
+    seed: int,
+    timeout_s: float,
+    submit: str = "submit",
+    **more: Any,
+) -> Trajectory:
+    """One episode of a world with a sandbox (`env.unwrapped.sandbox`): the harness works, then what it did is
+    submitted and judged, however it ended.
+
+    The env's sandboxes must have the harness's `mounts` (`WithMounts`). `more`: see `run`. Raises only
+    InputError, for what can't work; all else ends the episode, as in `metagym.episode.run`.
+    """
+    began, reward, turns = time.monotonic(), 0.0, ()
+    final, info, error, stop = None, {}, None, StopReason.SUBMITTED
+    outcome: Outcome | None = None
+    try:
+        seen, info = env.reset(seed=seed, options={"task": task.id})
+        world: Any = env.unwrapped
+        cwd = world.instances[task.id].workdir
+        outcome = run(harness, world.sandbox, endpoint, seen, cwd=cwd, timeout_s=timeout_s, **more)
+        final, reward, _, _, info = env.step(submit)
+        reward = float(reward)
+        turns = (Turn(seen, outcome.output[-10_000:], submit, reward),)
+        stop = info.get("stop", stop)
+        ended = endpoint.session.ended
+        if stop == StopReason.SUBMITTED and outcome.stopped:
+            stop = StopReason.AGENT_TIMEOUT if ended is None else stop_reason(ended)
+    except InputError:
+        raise
+    except Exception as failed:
+        stop, error, reward = stop_reason(failed), describe(failed), 0.0
+    return Trajectory(
+        task=task,
+        seed=seed,
+        turns=turns,
+        traces=endpoint.session.traces,
+        reward=reward,
+        outcome=float(info.get("success", reward)) if error is None else 0.0,
+        stop=StopReason(stop),
+        metrics={
+            **{f"session_{k}": v for k, v in endpoint.session.metrics.items()},
+            "exit_code": float(-1 if outcome is None or outcome.exit_code is None else outcome.exit_code),
+            "seconds": time.monotonic() - began,
+        },
+        error=error,
+        final=final,
     )
 
 
