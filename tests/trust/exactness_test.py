@@ -116,7 +116,7 @@ def test_so_does_a_run_whose_engine_serves_other_weights(tmp_path, monkeypatch):
         load(self, jax.tree.map(lambda x: 1.5 * x, params) if version else params, version)
 
     monkeypatch.setattr(EmbeddedBackend, "load", wrong)
-    with pytest.raises(TrainingError, match="step 2: sampler/max is .* other weights"):
+    with pytest.raises(TrainingError, match=r"step 2: sampler/max is .* other weights"):
         train(debug(), tmp_path, steps=3, max_distance=0.01)
 
 
