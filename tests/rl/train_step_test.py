@@ -10,9 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from metagym.errors import InputError
+from metagym.rl.advantages import of_group
 from metagym.rl.algorithms import grpo, gspo
 from metagym.rl.batching import empty_batch, pack
-from metagym.rl.losses import truncated_importance
+from metagym.rl.losses import k1, truncated_importance
+from metagym.rl.shaping import with_kl
 from metagym.rl.train_step import init_state, make_optimizer, make_train_step, state_shardings
 from metagym.types import Group
 
@@ -203,3 +205,31 @@ def test_nothing_recompiles_when_the_number_of_micro_batches_changes(tiny):
         state, _ = step(state, packed(tiny, rows=2, seed=seed, minibatches=1 + seed))
     assert step.gradient._cache_size() == 1
     assert step.apply._cache_size() == 1
+
+
+def test_kl_in_the_reward_is_taken_off_by_the_reference_and_scored_once(tiny):
+    """Its loss has no KL, so the step needs no reference; the reward's is the sum of q - ref over an
+    episode."""
+    algorithm = grpo(kl_coef=0.5, kl=k1, kl_in="reward")
+    state, step = build(tiny, tiny.make_mesh(), algorithm)
+    reference = tiny.params(5)
+    groups = tiny.groups(np.random.default_rng(0), count=2)
+    found, metrics = with_kl(groups, lambda b: step.score(reference, b), algorithm, rows=4, length=24)
+    expected = []
+    for group in groups:
+        for episode in group.trajectories:
+            total = 0.0
+            for trace in episode.traces:
+                ((batch,),) = pack(
+                    [Group([tiny.trajectory([trace])])], [[1.0]], grpo(entropy_coef=1.0), rows=4, length=24
+                ).minibatches
+                on = batch.mask > 0
+                total += (batch.behavior_logprobs - step.score(reference, batch))[on].sum()
+            expected.append(episode.reward - 0.5 * total)
+    rewards = [t.reward for g in found for t in g.trajectories]
+    np.testing.assert_allclose(rewards, expected, rtol=1e-5)
+    assert metrics["reward/kl"] != 0
+    packed = pack(found, [of_group(algorithm, g) for g in found], algorithm, rows=4, length=24)
+    state, metrics = step(state, packed.minibatches)
+    assert metrics["update/applied"] == 1
+    assert "policy/kl_ref" not in metrics
