@@ -40,8 +40,8 @@ def follow(messages: Sequence[Message], seed: int = 0) -> str:
     Each sentence of the system message counts for the actions that share words with it, as far as they stand
     in the same order, or against them if it holds a word of refusal. The action with the most is taken; of
     equal ones, any. Once the world has refused what was advised in this conversation ("Wrong.", "You can't
-    ..."), the advice is dropped and every action is as good as another. A pure function: chance is drawn from
-    `seed` and the turn, whatever was said, so that prompts which say nothing of use get the same. Raises
+    ..."), the advice is dropped, and what was refused is not tried again. A pure function: chance is drawn
+    from `seed` and the turn, whatever was said, so that prompts which say nothing of use get the same. Raises
     ValueError if no actions are listed.
     """
     options = possible(messages[-1].content)
@@ -49,8 +49,11 @@ def follow(messages: Sequence[Message], seed: int = 0) -> str:
     advice = next((m.content for m in messages if m.role == "system"), "")
     scores = support(advice, options)
     best = [o for o, s in zip(options, scores, strict=True) if s == max(scores)]
-    if len(best) == len(options) or _refused(messages, best):
+    refused = _refused(messages)
+    if len(best) == len(options):
         best = options
+    elif refused.intersection(best):
+        best = [o for o in options if o not in refused] or options
     return best[int(rng.integers(len(best)))]
 
 
@@ -85,9 +88,7 @@ def possible(text: str) -> list[str]:
 def support(advice: str, options: Sequence[str]) -> list[float]:
     """How much a text speaks for each action: the sum over its sentences of the share of the action's own
     words that stand there in order, negative for a sentence of refusal."""
-    said = [words(o) for o in options]
-    common = set(said[0]).intersection(*said[1:])
-    own = [[w for w in o if w not in common] for o in said]
+    own = _distinct([words(o) for o in options])
     total = [0.0] * len(options)
     for sentence in re.split(r"[.;:!?\n]|, but\b|\bbut\b", advice):
         heard = words(sentence)
@@ -96,6 +97,15 @@ def support(advice: str, options: Sequence[str]) -> list[float]:
             if wanted:
                 total[i] += sign * _in_order(wanted, heard) / len(wanted)
     return total
+
+
+def _distinct(said: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The words in which phrases differ: by their place where all are equally long, else those not in all."""
+    if len({len(o) for o in said}) == 1:
+        same = [len(set(column)) == 1 for column in zip(*said, strict=True)]
+        return [[w for w, dull in zip(o, same, strict=True) if not dull] for o in said]
+    common = set(said[0]).intersection(*said[1:])
+    return [[w for w in o if w not in common] for o in said]
 
 
 def _in_order(wanted: Sequence[str], heard: Sequence[str]) -> int:
@@ -109,11 +119,10 @@ def _in_order(wanted: Sequence[str], heard: Sequence[str]) -> int:
     return row[-1]
 
 
-def _refused(messages: Sequence[Message], advised: Sequence[str]) -> bool:
-    """Whether one of these actions was answered with a word of refusal."""
-    for reply, answer in itertools.pairwise(messages):
-        if reply.role == "assistant" and reply.content in advised:
-            first = words(answer.content)[:4]
-            if _NEGATIONS.intersection(first):
-                return True
-    return False
+def _refused(messages: Sequence[Message]) -> set[str]:
+    """The actions that were answered with a word of refusal."""
+    return {
+        reply.content
+        for reply, answer in itertools.pairwise(messages)
+        if reply.role == "assistant" and _NEGATIONS.intersection(words(answer.content)[:4])
+    }

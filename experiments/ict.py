@@ -422,7 +422,10 @@ def collect_run(
     record = play_run(env, reflector, task, seed)
     meta: Any = env.unwrapped
     batches = [(observation, info, info["batch"]) for observation, info in env.seen]
-    held_out = meta.fresh()
+    try:
+        held_out = meta.fresh()
+    except InputError:  # the tasks of the type are used up: these tuples have no held-out batch
+        held_out = ()
     kind = task.rpartition(":")[0]
     found = [
         Experience(
@@ -575,7 +578,7 @@ class Judge:
     def score(self, prompt: str | None) -> float:
         meta: Any = self.env.unwrapped
         tasks = next(meta.draws(self.type, 0, meta.k))
-        return float(meta.hooks.score(meta.play(meta.inner, Candidate(prompt), tasks, (0,))))
+        return float(meta.hooks.score(meta.play(meta.inner, Candidate(prompt), tasks, (0,)), ()))
 
 
 def _evaluate_run(
@@ -596,15 +599,13 @@ def _evaluate_run(
         if turn["validation"] > best_score:
             best, best_score = n, turn["validation"]
         turn["selected"] = best
-    fresh = next(
-        meta.draws(job.type, seed_of(seed, job.run), meta.k, key=1)
-    )  # not those of the run's batches
+    fresh = [(meta.inner.find(id), n) for id, n in meta.fresh()]
     value: dict[str | None, float] = {}
     for turn in record["turns"]:
         prompt = record["turns"][turn["selected"]]["prompt"]
         if prompt not in value:
             batch = meta.play(meta.inner, Candidate(prompt), fresh, (seed, job.run, 1))
-            value[prompt] = float(meta.hooks.score(batch))
+            value[prompt] = float(meta.hooks.score(batch, ()))
         turn["selected_score"] = value[prompt]
     return record
 

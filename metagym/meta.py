@@ -132,11 +132,11 @@ class Hooks(Protocol):
         """What the actor is given: its system message (None: none at all), and its agent."""
         ...
 
-    def observe(self, batch: Batch) -> str:
-        """What the reflector sees of a batch."""
+    def observe(self, batch: Batch, past: Sequence[Batch]) -> str:
+        """What the reflector sees of a batch. `past`: those of the run before it; none in Reflect-v0."""
         ...
 
-    def score(self, batch: Batch) -> float:
+    def score(self, batch: Batch, past: Sequence[Batch]) -> float:
         """What a batch is worth; at least one of its trajectories counts."""
         ...
 
@@ -287,10 +287,10 @@ class Prompting:
     def condition(self, candidate: Candidate, agent: Agent) -> tuple[str | None, Agent]:
         return candidate.text, agent
 
-    def observe(self, batch: Batch) -> str:
+    def observe(self, batch: Batch, past: Sequence[Batch]) -> str:
         return self.transcript(batch)
 
-    def score(self, batch: Batch) -> float:
+    def score(self, batch: Batch, past: Sequence[Batch]) -> float:
         return float(np.mean(batch.returns))
 
 
@@ -632,15 +632,17 @@ class ICTEnv(MetaEnv):
         self._draws = self.draws(task.type, _seed(*self._key), self.k)
         self._meta_turn = 0
         self._frozen(start=True)
+        self.past: tuple[Batch, ...] = ()
         self.batch = self._batch(Candidate(self.prompt))
-        return self.hooks.observe(self.batch), self._told()
+        return self.hooks.observe(self.batch, self.past), self._told()
 
     def _act(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
         self._meta_turn += 1
-        self.batch = self._batch(self.hooks.read(action))
+        batch = self._batch(self.hooks.read(action))
+        self.past, self.batch = (*self.past, self.batch), batch
         told = self._told()
         over = self._meta_turn == self.meta_turns
-        return self.hooks.observe(self.batch), told["outcome"], over, False, told
+        return self.hooks.observe(batch, self.past), told["outcome"], over, False, told
 
     def _batch(self, candidate: Candidate) -> Batch:
         self.asked = next(self._draws)
@@ -653,7 +655,7 @@ class ICTEnv(MetaEnv):
     def _told(self) -> dict[str, Any]:
         pairs = tuple((t.id, seed) for t, seed in self.asked)
         more = {"meta_turn": self._meta_turn, "tasks": [id for id, _ in pairs], "batch": pairs}
-        return self._record(self.batch, **more, outcome=float(self.hooks.score(self.batch)))
+        return self._record(self.batch, **more, outcome=float(self.hooks.score(self.batch, self.past)))
 
     def _check_size(self, type: str) -> None:
         if type in self._enough:
@@ -859,7 +861,7 @@ class ReflectEnv(MetaEnv):
             self.reward, ("batch",)
         )
         batches = {name: self._replay(candidate, getattr(e, name), n) for n, name in enumerate(names)}
-        scores = {name: float(self.hooks.score(batch)) for name, batch in batches.items()}
+        scores = {name: float(self.hooks.score(batch, ())) for name, batch in batches.items()}
         value = float(np.mean(list(scores.values())))
         gain = {"gain": scores["batch"] - e.score} if "batch" in scores else {}
         if self.reward == "gain":
@@ -871,7 +873,7 @@ class ReflectEnv(MetaEnv):
             failed=tuple(t for b in batches.values() for t in b.failed),
         )
         told = {"tasks": [id for name in names for id, _ in getattr(e, name)], "meta_turn": e.meta_turn + 1}
-        text = self.hooks.observe(one)
+        text = self.hooks.observe(one, ())
         return text, value, True, False, self._record(everything, **told, **gain, outcome=value)
 
     def _replay(self, candidate: Candidate, played: Played, number: int) -> Batch:

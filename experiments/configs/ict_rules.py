@@ -19,18 +19,10 @@ def get_config():
     config.ict.held_out = HELD_OUT
     config.ict.k = 3
     config.ict.meta_turns = 4
-    config.ict.transcript = {
-        "head": "Advice: {prompt}",
-        "no_prompt": "none",
-        "episode": "",
-        "turn": "{observation}\n{mark}\n> {action}",
-        "later": "{mark}\n> {action}",
-        "final": "",
-        "end": "",
-    }
+    config.ict.transcript = {"head": "Advice: {prompt}", "no_prompt": "none", "episode": "", "end": ""}
     config.ict.data = "runs/ict_rules/tuples.jsonl"
     config.ict.collect = "random_action"
-    config.ict.runs = 2
+    config.ict.runs = 1
     config.actor.kind = "rule_follower"
 
     config.world.id = "metagym/Reflect-v0"
@@ -39,7 +31,7 @@ def get_config():
     config.world.kwargs.held_out = HELD_OUT
 
     config.agent.kind = "reflector"
-    config.agent.template = "{observation}\n\nBest:\n>"
+    config.agent.template = "{observation}\n\nBetter advice:\n>"
     config.agent.history = False
     config.agent.args.one_line = True
     config.sampling.max_tokens = 10
