@@ -3,11 +3,12 @@
 # make test-harness   install the real coding harnesses (npm, pip), and test them end to end
 # make bench   speed beside PyTorch, TRL and Tunix             ARGS=grpo selects: grpo train decode prefill rollouts ...
 # make scale   compile training steps for TPUs that are elsewhere, and check that they fit (docs/scale.md)
+# make tasks   500 tasks of software engineering, made here (docs/swe.md)
 # make soak    500 steps with faults and kills, which end as the run in which nothing fails
 # make parity  ALFWorld beside TextWorld, models beside transformers, losses beside TRL's and verl's   ALFWORLD_DATA=DIR, ARGS="--train-per-type 300"
 # make check   what CI runs: format, lint, types, layout, tests
 .DEFAULT_GOAL := help
-.PHONY: help train test test-harness bench parity parity-alfworld parity-losses parity-models soak scale lint check format requirements setup setup-test clean
+.PHONY: help train test tasks test-harness bench parity parity-alfworld parity-losses parity-models soak scale lint check format requirements setup setup-test clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -71,6 +72,9 @@ $(VENV)-transformers/.done: $(VENV)/.uv
 
 soak: $(VENV)/.test
 	SOAK_STEPS=500 $(PY) -m pytest -s tests/trust/soak_test.py
+
+tasks: $(VENV)/.train
+	$(BIN)/metagym tasks build --out=runs/tasks --kind=mutation --count=500 $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

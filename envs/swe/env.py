@@ -81,6 +81,7 @@ class SWEEnv(TextEnv):
         max_output: characters of an answer.
         limits: of the agent's sandbox.
         grade_at_limit: grade what is there when the turns are used up.
+        remember: the grader gives the same verdict on the same patch again, without another run.
 
     Raises InputError for data or a sandbox that can't be; reset and step raise SandboxError if a sandbox
     fails, GraderError if the grader could not judge.
@@ -102,6 +103,7 @@ class SWEEnv(TextEnv):
         max_output: int = 10_000,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         grade_at_limit: bool = True,
+        remember: bool = False,
         max_turns: int | None = HORIZON,
         render_mode: str | None = None,
     ):
@@ -117,7 +119,9 @@ class SWEEnv(TextEnv):
         factory = shared(sandbox) if isinstance(sandbox, str) else sandbox
         self._pool = WarmPool(factory, size=warm) if warm else None
         self.factory: SandboxFactory = self._pool or factory
-        self.grader: Grader = grader or SandboxGrader(factory, lambda id: self.instances[id])
+        self.grader: Grader = grader or SandboxGrader(
+            factory, lambda id: self.instances[id], remember=remember
+        )
         self._command_timeout_s, self._max_output, self._limits = command_timeout_s, max_output, limits
         self._grade_at_limit = grade_at_limit
         self.sandbox: Sandbox | None = None  # of the episode that runs

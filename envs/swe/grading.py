@@ -17,6 +17,7 @@ must agree.
 """
 
 import ast
+import hashlib
 import json
 import random
 import secrets
@@ -34,6 +35,7 @@ from metagym.types import ExecResult, Limits, Task, Verdict
 
 LIMITS = Limits(memory=4 << 30, disk=1 << 30, pids=512)
 CANARY = "this twin must fail"
+_verdicts: dict[tuple[str, str, bytes], Verdict] = {}  # of graders that remember
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class SandboxGrader(Live):
         find: task id -> instance.
         limits: of the sandbox.
         deadline_s: of a whole verdict; None: four runs of the tests and two minutes.
+        remember: give the same verdict on the same patch again, without another run; for this process.
     """
 
     def __init__(
@@ -166,14 +169,27 @@ class SandboxGrader(Live):
         *,
         limits: Limits = LIMITS,
         deadline_s: float | None = None,
+        remember: bool = False,
     ):
         self.factory, self._find, self._limits, self._deadline_s = factory, find, limits, deadline_s
+        self._remember = remember
 
     def grade(self, task: Task, patch: bytes) -> Verdict:
         return self.grade_instance(self._find(task.id), patch)
 
     def grade_instance(self, instance: Instance, patch: bytes) -> Verdict:
         """Grades; every failure of a sandbox is the verdict "infra"."""
+        if not self._remember:
+            return self._grade(instance, patch)
+        key = (instance.id, instance.key(), hashlib.sha256(patch).digest())
+        if key not in _verdicts:
+            verdict = self._grade(instance, patch)
+            if verdict.outcome == "infra":
+                return verdict
+            _verdicts[key] = verdict
+        return _verdicts[key]
+
+    def _grade(self, instance: Instance, patch: bytes) -> Verdict:
         protected = set(instance.tests) | set(instance.hidden)
         try:
             screened = patches.screen(patch, protected - set(instance.gold_paths), instance.gold_paths)

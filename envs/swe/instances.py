@@ -80,8 +80,15 @@ class Instance:
         return tuple(s.path for s in patches.parse(self.gold)) if self.gold else ()
 
     def key(self) -> str:
-        """Names the agent's repository: the same key, the same files."""
-        about = [self.source, self.change.decode("latin1"), sorted(self.hidden)]
+        """Names the agent's repository: the same key, the same files, down to their times."""
+        root = os.path.abspath(self.source)
+        files = []
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted(set(folders) - {".git", "__pycache__"})
+            for name in sorted(names):
+                stat = os.lstat(os.path.join(folder, name))
+                files.append([os.path.relpath(folder, root), name, stat.st_size, stat.st_mtime_ns])
+        about = [root, files, self.change.decode("latin1"), sorted(self.hidden)]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:20]
 
     def env(self) -> dict[str, str]:
@@ -99,10 +106,9 @@ class Instance:
 
 @dataclass(frozen=True)
 class Repository:
-    """A materialised repository: a folder with .git in it, and the id of its only commit's tree."""
+    """A materialised repository: a folder with .git in it, which has one commit."""
 
     folder: Path
-    tree: str
 
     def mounts(self, instance: Instance) -> list[Mount]:
         """All that a sandbox of the instance needs."""
@@ -166,7 +172,7 @@ def materialise(instance: Instance) -> Repository:
                     raise
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    return Repository(folder, git(folder, "rev-parse", "HEAD^{tree}"))
+    return Repository(folder)
 
 
 def _make(instance: Instance, work: Path) -> None:

@@ -182,24 +182,23 @@ def mutants(source: str) -> Iterator[Mutant]:
                     yield Mutant(kind, node.lineno, text, function)  # type: ignore[attr-defined]
 
 
-def _nodes(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
-    """The nodes inside functions, with the name of the function."""
+def _nodes(node: ast.AST, function: str, inside: bool = False) -> Iterator[tuple[str, ast.AST]]:
+    """The nodes inside functions, with the name of the function. `inside`: whether `node` is in one."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             name = f"{function}.{child.name}".lstrip(".")
             for i, statement in enumerate(child.body):
-                if i == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                    continue
-                yield name, statement
-                yield from _nodes(statement, name)
+                text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+                if not (text and i == 0):
+                    yield name, statement
+                    yield from _nodes(statement, name, True)
         elif isinstance(child, ast.ClassDef):
             yield from _nodes(child, f"{function}.{child.name}".lstrip("."))
-        elif isinstance(node, ast.Module | ast.ClassDef):
-            yield from _nodes(child, function)  # code of the module itself is left alone
         elif not (isinstance(node, ast.AnnAssign) and child is node.annotation):
-            yield function, child
+            if inside:
+                yield function, child
             if not isinstance(child, ast.JoinedStr):
-                yield from _nodes(child, function)
+                yield from _nodes(child, function, inside)
 
 
 def _replaced(lines: list[bytes], node: Any, changed: ast.AST) -> str | None:
