@@ -81,6 +81,43 @@ def test_a_run_leaves_everything_behind(run):
     assert all(curve[step]["toy"].episodes == 4 for step in curve)
 
 
+def test_an_asynchronous_run_with_prefix_rollouts_goes_on_where_it_was(tmp_path):
+    """Weights are pushed into an engine that samples; continuations share what was said before."""
+    arguments = ["train", "--config=debug", f"--workdir={tmp_path / 'run'}", "--config.steps=2"]
+    arguments += ["--config.rollout.staleness=1", "--config.rollout.branches=1"]
+    arguments += ["--config.agent.history=True", "--config.world.kwargs={'rounds': 2}"]
+    credit = {"credit": "prefix", "entropy_coef": 0.01, "drop_equal": False}
+    arguments += [f"--config.algorithm.args={credit}"]
+    assert cli.main([*arguments]) == 0
+    assert cli.main([*arguments, "--resume", "--config.steps=4"]) == 0
+    steps = metrics(tmp_path / "run")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert max(line["staleness/max"] for line in steps) == 1
+    assert all(line["staleness/untrained_tokens"] == 0 for line in steps)
+    assert all(line["update/applied"] == 1 and line["time/share_of_peak"] > 0 for line in steps)
+    assert all(line.get("sampler/max", 0) < 1e-4 for line in steps)  # of what the step's own weights sampled
+    found = episodes(tmp_path / "run")
+    assert sorted((e["group"], e["member"]) for e in found) == [(g, m) for g in range(8) for m in range(2)]
+    played_on = [(e, b) for e in found for b in e.get("branches", ())]
+    assert len(played_on) > 4
+    assert all(b["turns"][: b["at"]] == e["turns"][: b["at"]] and b["at"] >= 1 for e, b in played_on)
+
+
+def test_a_broken_rule_is_a_line_and_exit_code_1(copy, tmp_path, capsys):
+    file = tmp_path / "ruled.py"
+    file.write_text(
+        "from metagym.experiments.config import load, rule\n"
+        "def get_config():\n"
+        "    config = load('debug')\n"
+        "    config.stop_rules.low = rule('policy/entropy', low=100.0)\n"
+        "    config.steps = 4\n"
+        "    return config\n"
+    )
+    assert cli.main(["train", f"--config={file}", f"--workdir={copy}", "--resume"]) == 1
+    assert "step 3: policy/entropy is 5." in capsys.readouterr().err
+    assert sorted(p.name for p in (copy / "checkpoints").iterdir())[-1] == "00000002"
+
+
 def test_a_run_is_not_overwritten(run, capsys):
     before = (run / "metrics.jsonl").read_text()
     assert cli.main(["train", "--config=debug", f"--workdir={run}"]) == 2
