@@ -74,7 +74,7 @@ NOT_NEGATIVE = (
     "optimizer.learning_rate",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
-    *("ict.temperature", "actor.temperature", "actor.max_turns", "actor.timeout_s"),
+    *("ict.temperature", "ict.valid_weight", "actor.temperature", "actor.max_turns", "actor.timeout_s"),
 )
 # What a phase may change; the rest is the run's.
 PHASE = (
@@ -232,6 +232,7 @@ def base() -> Config:
     c.ict.mixed = False  # a batch has tasks of all types
     c.ict.transcript = ConfigDict()  # how a batch becomes text: fields of metagym.meta.Transcript
     c.ict.max_prompt = 4000  # characters of a prompt
+    c.ict.valid_weight = 0.0  # what an episode is worth besides its return, if every turn had an action
     c.ict.data = "runs/ict/tuples.jsonl"  # where collected tuples are
     c.ict.collect = "untrained"  # who writes the prompts of the collected runs
     c.ict.runs = 1  # collected runs of each type

@@ -32,6 +32,7 @@ from metagym.experiments.config import Config
 from metagym.experiments.ict_report import write_report
 from metagym.meta import (
     Actor,
+    Batch,
     Candidate,
     Experience,
     Prompting,
@@ -95,11 +96,25 @@ def build_actor(config: Config, stack: contextlib.ExitStack, scratch: Path) -> A
     return Actor(new_chat, about=about, **how)
 
 
+@dataclass(frozen=True)
+class ValidActions(Prompting):
+    """Prompts whose worth is, besides the return, that the actor's replies can be turned into actions: where
+    the world's reward is rare, a weak actor's first lesson."""
+
+    weight: float = 0.0
+
+    def score(self, batch: Batch, past: Sequence[Batch]) -> float:
+        valid = [t.action is not None for episode in batch.trajectories for t in episode.turns]
+        return super().score(batch, past) + self.weight * (sum(valid) / len(valid) if valid else 0.0)
+
+
 def build_hooks(config: Config) -> Prompting:
     """The hooks: prompts, with the transcript of `config.ict.transcript`."""
     given = build.plain(config.ict.transcript)
     transcript = build.call("config.ict.transcript", Transcript, given)
-    return Prompting(transcript, max_prompt=config.ict.max_prompt)
+    if config.ict.valid_weight:
+        return ValidActions(transcript, config.ict.max_prompt, config.ict.valid_weight)
+    return Prompting(transcript, config.ict.max_prompt)
 
 
 def world_arguments(config: Config, stack: contextlib.ExitStack, scratch: Path) -> dict[str, Any]:

@@ -1,0 +1,10 @@
+"""The setting of In-Context Training's paper on ALFWorld with k = 5 tasks a batch; see ict_paper."""
+
+from metagym.experiments.configs import ict_paper
+
+
+def get_config():
+    config = ict_paper.get_config()
+    config.ict.k = 5
+    config.ict.data = config.world.kwargs.data = "runs/ict_paper_k5/tuples.jsonl"
+    return config
