@@ -103,8 +103,8 @@ def run(
     does not move, a turn is used. `reward` is the sum of the rewards; `outcome` is `info["outcome"]`, or else
     `info["success"]`, where the world tells one, else that sum, and 0 if an error ended the episode.
     `Turn.action` is `info["action"]` where the world tells what was done, else the parsed action. `metrics`
-    holds turns, format_errors, and the seconds spent in the model, the env and in all. `traces` is empty: the
-    session's owner attaches them.
+    holds turns, format_errors, the seconds spent in the model, the env and in all, and what the world told in
+    the last `info["metrics"]`. `traces` is empty: the session's owner attaches them.
 
     Raises InputError or TypeError if it is called with what can't work (an unknown task, a chat that is not
     one). Once the env is reset, it raises only KeyboardInterrupt and its kin (SystemExit, a cancelled asyncio
@@ -139,6 +139,7 @@ class _Episode:
         self.deadline = math.inf if timeout_s is None else self.start + timeout_s
         self.turns: list[Turn] = []
         self.seconds = {"env": 0.0, "model": 0.0}
+        self.measured: Mapping[str, float] = {}  # by the world
         self.format_errors = 0
         self.success: float | None = None
         self.final: str | None = None
@@ -253,6 +254,7 @@ class _Episode:
             raise errors.WorldError(
                 f"the observation is a {type(observation).__name__}, not a text: run() plays text envs"
             )
+        self.measured = info.get("metrics", self.measured)
         told = info.get("outcome", info.get("success"))
         if told is not None:
             self.success = float(told)
@@ -288,6 +290,7 @@ class _Episode:
                 "model_seconds": self.seconds["model"],
                 "env_seconds": self.seconds["env"],
                 "seconds": time.monotonic() - self.start,
+                **{name: float(value) for name, value in self.measured.items()},
             },
             error=error,
             system=self.system,

@@ -269,6 +269,7 @@ def _metrics(good: Sequence[Trajectory], failures: Sequence[Trajectory], asked: 
         metrics[f"stop/{stop}"] = float(sum(t.stop == stop for t in (*good, *failures)))
     for name, clock in CLOCKS.items():
         metrics[f"time/{name}_s"] = float(sum(t.metrics.get(clock, 0.0) for t in (*good, *failures)))
+    metrics["time/environment_s"] -= metrics["time/grading_s"]  # the world graded in its last step
     names = sorted({name for t in good for name in t.metrics})
     return metrics | {
         # What a clock said, "seconds" and "model_seconds", is kept apart from what can be made again.

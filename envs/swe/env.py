@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
@@ -68,7 +69,8 @@ class SWEEnv(TextEnv):
     or at the turn limit if `grade_at_limit`. `info["stop"]` tells submitted, hacked, resource_limit apart.
 
     `info` has, besides `task`, `seed`, `success`: `action`, `tool`, `repo`; `metrics` (format_errors,
-    hack_commands, commands, timeouts); at the end `verdict` (outcome, reason, report) and `patch` (bytes).
+    hack_commands, commands, timeouts; at the end grading_seconds); at the end `verdict` (outcome, reason,
+    report) and `patch` (bytes).
 
     Args:
         split, types, tasks, max_turns, render_mode: see TextEnv.
@@ -198,12 +200,15 @@ class SWEEnv(TextEnv):
             patch = patches.take(self.sandbox, instance.workdir)
         finally:
             self._end()
+        began = time.monotonic()
         verdict = self.grader.grade(self._episode[0], patch)
+        seconds = time.monotonic() - began
         if verdict.outcome == "infra":
             raise GraderError(verdict.reason)
         if verdict.outcome == "hacked":
             stop = StopReason.HACKED
         facts = self._facts(action, "submit", stop=stop, verdict=verdict, patch=patch)
+        facts = {**facts, "metrics": {**facts["metrics"], "grading_seconds": seconds}}
         return text, verdict.score, True, False, facts
 
     def _facts(

@@ -58,6 +58,13 @@ def test_a_won_episode():
     env.reset()  # was not closed
 
 
+def test_what_the_world_measured_is_among_the_metrics():
+    told = [{"metrics": {"commands": 1}}, {"metrics": {"commands": 2, "grading_seconds": 0.5}}, {}]
+    env = Scripted(*(("next", 0.0, i == 2, False, info) for i, info in enumerate(told)))
+    metrics = run(env, ScriptedChat(["a"] * 3), None, seed=0).metrics
+    assert (metrics["commands"], metrics["grading_seconds"], metrics["turns"]) == (2.0, 0.5, 3.0)
+
+
 def test_the_last_observation_and_reward_of_the_episode_are_kept():
     """Trainers read the observation after an automatic reset as the terminal one."""
     trajectory = run(toy(), ScriptedChat([RED] * 3), TASK, seed=3)

@@ -213,3 +213,10 @@ def test_faults_are_refilled_one_by_one():
     played, failed = found.metrics["episodes/played"], found.metrics["episodes/failed"]
     assert failed > 20
     assert failed / played < 0.1
+
+
+def test_the_time_of_grading_is_not_the_worlds():
+    clocks = {"model_seconds": 1.0, "env_seconds": 3.0, "grading_seconds": 2.0}
+    found = run(lambda r: replace(good(r), metrics=clocks)).metrics
+    names = ("generation", "environment", "grading")
+    assert [found[f"time/{name}_s"] for name in names] == [15.0, 15.0, 30.0]
