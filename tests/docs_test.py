@@ -97,13 +97,13 @@ def metagym_problem(name: str, arguments: list[str], capsys: pytest.CaptureFixtu
     if name not in cli.COMMANDS:
         return "no such command"
     with pytest.raises(SystemExit) as left:
-        cli.main([name, "--help"])
+        cli.main([name, *(["build"] if arguments[:1] == ["build"] else []), "--help"])
     told = capsys.readouterr().out
     if left.value.code:
         return "has no --help"
     values = [a for a in arguments if a.startswith("--config.")]
     if name == "tasks":  # what, world, task: tests/metagym/tasks_test.py
-        if not arguments or arguments[0] not in ("list", "show", "play"):
+        if not arguments or arguments[0] not in ("list", "show", "play", "build"):
             return f"{arguments[:1]} is nothing that metagym tasks does"
         arguments = [a for a in arguments if a.startswith("--")]
     if name == "ict":  # what: tests/experiments/ict_test.py
