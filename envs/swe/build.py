@@ -256,13 +256,92 @@ def _batch(
     for (path, mutant), told in zip(batch, screened, strict=True):
         if told is None:
             continue  # it hangs or crashes the interpreter
-        # A test that the old release can't even collect fails by an import alone: it decides nothing.
+        fails = [t for t in good if told["outcomes"].get(t) in ("failed", "error")]
+        missing = [t for t in good if t not in told["outcomes"]]
+        if not fails or missing or len(fails) > len(good) // 2:
+            continue
+        draft = mutant_instance(base, source, path, mutant, fails, good, told["messages"])
+        kinds = {told["errors"].get(t, "") for t in fails}
+        if kinds <= set(datasets.Selection().skip_kinds):
+            continue
+        try:
+            admitted = admission.admit(factory, draft, runs=1)
+        except (SandboxError, InputError) as error:
+            _log.warning("%s: %s", draft.id, error)
+            continue
+        if admitted.instance is not None:
+            found.append(admitted.instance)
+    return found
+
+
+def mutant_instance(
+    base: Instance,
+    source: Path,
+    path: str,
+    mutant: mutation.Mutant,
+    fails: Sequence[str],
+    good: Sequence[str],
+    messages: Mapping[str, str],
+) -> Instance:
+    """The task of undoing a mutant. The agent doesn't get the test files that notice it."""
+    original = (source / path).read_bytes()
+    changed = mutant.source.encode()
+    files = tuple(dict.fromkeys(t.partition("::")[0] for t in fails))
+    digest = hashlib.sha256(path.encode() + changed).hexdigest()[:8]
+    return dataclasses.replace(
+        base,
+        id=f"{base.repo}-{mutant.kind.replace(' ', '-')}-{digest}",
+        issue=issue_text(messages, fails),
+        gold=diff(changed, original, path),
+        change=diff(original, changed, path),
+        fail_to_pass=tuple(fails),
+        pass_to_pass=tuple(t for t in good if t not in fails and t.partition("::")[0] in files),
+        tests={f: (source / f).read_bytes() for f in files},
+        hidden=files,
+        about={**base.about, "kind": mutant.kind, "function": mutant.function},
+    )
+
+
+# --- pairs of releases -------------------------------------------------------------------------------------
+
+
+def pair_task(factory: SandboxFactory, pair: Mapping[str, Any], old: Path, new: Path) -> admission.Admission:
+    """The task of getting from a release to the next: the fix and its tests are the next one's."""
+
+    def files(root: Path, patterns: Sequence[str]) -> set[str]:
+        return {str(p.relative_to(root)) for pattern in patterns for p in root.glob(pattern) if p.is_file()}
+
+    code = files(old, pair["files"]) | files(new, pair["files"])
+    gold = b"".join(
+        diff(_content(old / path), _content(new / path), path)
+        if (old / path).exists() and (new / path).exists()
+        else _added_or_removed(old / path, new / path, path)
+        for path in sorted(code)
+        if _content(old / path) != _content(new / path)
+    )
+    tests = {path: (new / path).read_bytes() for path in sorted(files(new, pair["tests"]))}
+    hidden = tuple(sorted(files(old, pair["tests"])))
+    base = dataclasses.replace(
+        base_of({**pair, "version": pair["new"]}, old),
+        gold=gold,
+        tests=tests,
+        hidden=hidden,
+        id=f"{pair['name']}-{pair['new']}",
+    )
+    every = tuple(
+        pair.get("run")
+        or sorted(p for p in tests if patches.is_test(p) and p.endswith(".py") and "/test" in f"/{p}")
+    )
+    runs = {}
+    for name, patch in (("old", b""), ("new", gold)):
+        draft = dataclasses.replace(base, fail_to_pass=tuple(f"{p}::x" for p in every))
+        (runs[name],) = admission.observe(factory, draft, patch, 1)
+    # A test that the old release can't even collect fails by an import alone: it decides nothing.
     before = runs["old"].outcomes
     fails = [
         t for t, o in runs["new"].outcomes.items() if o == "passed" and before.get(t) in ("failed", "error")
     ]
-    kinds = {runs["old"].errors.get(t, "") for t in fails}
-    if fails and kinds <= set(datasets.Selection().skip_kinds):
+    if {runs["old"].errors.get(t, "") for t in fails} <= set(datasets.Selection().skip_kinds):
         fails = []
     passes = [t for t, o in runs["new"].outcomes.items() if o == before.get(t) == "passed"]
     if not fails:
