@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from metagym.errors import InputError, MissingExtraError
 from metagym.protocols import Backend
 from metagym.proxy.render import Renderer
-from metagym.proxy.server import TRAINED, Proxy
+from metagym.proxy.server import LOOPBACK, TRAINED, Proxy
 from metagym.types import Sampling
 
 
@@ -46,6 +46,10 @@ def command(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.context < 2 or options.max_tokens < 1:
         raise InputError("--context must be at least 2, --max-tokens at least 1")
+    if options.host not in LOOPBACK and not os.environ.get("METAGYM_CONTROL_KEY"):
+        raise InputError(
+            f"--host={options.host}, beyond this machine, needs a control_key: set METAGYM_CONTROL_KEY"
+        )
 
     training = options.temperature is None
     sampling = Sampling(options.max_tokens, temperature=1.0 if training else options.temperature)
