@@ -77,16 +77,16 @@ async def run(spec):
         for pid in descendants(os.getpid()):
             _kill(pid, signal.SIGTERM)
         await asyncio.wait(waits[:1], timeout=2)
-    while True:
+    empty = 0
+    while empty < 3:  # a look at /proc can miss a process whose parent ends at that moment
         left = descendants(os.getpid())
         for pid in left:
             _kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if not left:
-            break
-        await asyncio.sleep(0.01)
+        empty = 0 if left else empty + 1
+        await asyncio.sleep(0.02)
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(waits[0], 1)
     temporary = spec["status"] + ".new"

@@ -116,7 +116,7 @@ def play(renderer, factory, repository, tmp_path) -> Callable[..., Played]:
         say,
         *,
         wrap=lambda backend: backend,
-        timeout_s=120.0,
+        timeout_s=300.0,
         context=400_000,
         window=200_000,
         session=(),
