@@ -1,10 +1,23 @@
-"""In-Context Training that really learns, on two cores: SmolLM2-135M reflects on a world of hidden rules."""
+"""In-Context Training that learns: SmolLM2-135M reflects on a world whose rules must be told.
+
+The actor is frozen and has no model: it does what its prompt speaks for, in any words, and guesses otherwise
+(`metagym.agents.follower`). Each type of `metagym/Rules-v0` has a secret; the reflector sees three episodes of
+three tries, half of them with a rumour that is no better than a guess, and writes the next prompt. GRPO on
+tuples that random actions as prompts made, reward of the replayed batch, one on-policy update a step. Every
+reply is begun with ">", whatever the type; the rest, up to the end of the line, is sampled. Three forms of
+rules are never trained on: tools (one of four), keys (a pair), drums (an order).
+
+Time and expected numbers: experiments/README.md.
+Command: metagym ict collect --config=ict_rules, metagym train --config=ict_rules --workdir=DIR, then
+metagym ict eval --config=ict_rules --workdir=DIR
+"""
 
 from metagym.envs.rules import types_of
 from metagym.experiments.config import base, ict_evaluation
 
 TRAIN = types_of("doors", "food", "spells", "masks", "buttons", "gifts", "dances")
 HELD_OUT = types_of("tools", "keys", "drums")
+MEASURED = tuple(t for form in ("tools", "keys", "drums") for t in types_of(form)[:4])
 
 
 def get_config():
@@ -49,5 +62,5 @@ def get_config():
     config.checkpoint_every = 3
     config.checkpoints_kept = 8
 
-    config.ict.evaluate.held_out = ict_evaluation(types=HELD_OUT, k=(3,), meta_turns=4, runs=1)
+    config.ict.evaluate.held_out = ict_evaluation(types=MEASURED, k=(3,), meta_turns=4, runs=1)
     return config
