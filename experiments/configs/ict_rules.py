@@ -1,7 +1,7 @@
 """In-Context Training that learns: SmolLM2-135M reflects on a world whose rules must be told.
 
 The actor is frozen and has no model: it does what its prompt speaks for, in any words, and guesses otherwise
-(`metagym.agents.follower`). Each type of `metagym/Rules-v0` has a secret; the reflector sees three episodes of
+(`metagym.agents.follower`). Each type of `metagym/Rules-v0` has a secret; the reflector sees 3 episodes of
 three tries, half of them with a rumour that is no better than a guess, and writes the next prompt. GRPO on
 tuples that random actions as prompts made, reward of the replayed batch, one on-policy update a step. Every
 reply is begun with ">", whatever the type; the rest, up to the end of the line, is sampled. Three forms of
