@@ -16,6 +16,7 @@ from jax import lax
 
 from metagym.models.attention import MASKED, dot_batched
 from metagym.models.decoder import Cache, Decoder, rms_norm, rotary
+from metagym.models.matmul import Transposed
 
 Sample = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -47,12 +48,16 @@ def split_layers(model: Decoder) -> list[dict[str, np.ndarray]]:
     return [{name: one(name, x[i]) for name, x in stacked.items()} for i in range(c.num_hidden_layers)]
 
 
-def _layers(model: Decoder, split: Sequence[Mapping[str, jax.Array]] | None) -> list[dict[str, jax.Array]]:
-    """Each layer as the model's methods take it. XLA makes one product of a transposition and a product."""
+def _layers(model: Decoder, split: Sequence[Mapping[str, jax.Array]] | None) -> list[dict[str, Any]]:
+    """Each layer as the model's methods take it."""
     if split is None:
         stacked = model._stacked()
         return [{name: x[i] for name, x in stacked.items()} for i in range(model.config.num_hidden_layers)]
-    return [{name: x.T if name in _MATRICES and x.ndim == 2 else x for name, x in w.items()} for w in split]
+
+    def one(name: str, x: jax.Array) -> jax.Array | Transposed:
+        return Transposed(x) if name in _MATRICES and x.ndim == 2 else x
+
+    return [{name: one(name, x) for name, x in w.items()} for w in split]
 
 
 def decode(
@@ -82,11 +87,18 @@ def decode(
     valid = positions >= 0
     old = jnp.arange(T + most) < jnp.minimum(positions, T)[:, None]  # [S, T + M]
 
-    def gather(pages: jax.Array) -> jax.Array:  # [pages, page_size, K, h] -> [S * K, T + M, h]
+    def gather(pages: jax.Array) -> jax.Array:  # [pages, page_size, K, h] -> [S, K, T + M, h]
         x = jnp.moveaxis(pages[page_table].reshape(S, T, K, c.head_dim), 2, 1)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, most), (0, 0))).reshape(S * K, T + most, c.head_dim)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, most), (0, 0)))
 
-    context = [tuple(gather(pages[n]) for pages in cache[:2]) for n in range(len(layers))]
+    # Keys [S K, h, T + M] and values [S K, T + M, h], as their products with a query read them in order.
+    context = [
+        (
+            gather(cache.k[n]).swapaxes(2, 3).reshape(S * K, c.head_dim, T + most),
+            gather(cache.v[n]).reshape(S * K, T + most, c.head_dim),
+        )
+        for n in range(len(layers))
+    ]
     routing = None
     if cache.routing is not None:
         routing = jnp.zeros((len(layers), most, S, cache.routing.shape[-1]), jnp.int32)
@@ -98,16 +110,16 @@ def decode(
 
     def step(state: Any) -> Any:
         i, ended, token, context, routing, made = state
-        cos, sin = rotary(c, (positions + i)[:, None])
+        # Else XLA computes cosines anew in every layer.
+        cos, sin = lax.optimization_barrier(rotary(c, (positions + i)[:, None]))
         column = jnp.arange(T + most)
         visible = old | ((column >= T) & (column <= T + i))
         x, grown, chosen = model._embed(token[:, None]), [], []
         for w, (keys, values) in zip(layers, context, strict=True):
             q, k, v = model._project(w, x, cos, sin, compute_dtype)
-            k, v = (
-                lax.dynamic_update_slice(into, new.reshape(S * K, 1, -1).astype(into.dtype), (0, T + i, 0))
-                for into, new in ((keys, k), (values, v))
-            )
+            k, v = (new.reshape(S * K, -1).astype(keys.dtype) for new in (k, v))
+            k = lax.dynamic_update_slice(keys, k[:, :, None], (0, 0, T + i))
+            v = lax.dynamic_update_slice(values, v[:, None], (0, T + i, 0))
             grown.append((k, v))
             x, experts = model._finish(w, x, _attention(q, k, v, visible, compute_dtype), compute_dtype)
             chosen.append(experts)
@@ -129,23 +141,25 @@ def decode(
     page = jnp.take_along_axis(page_table, jnp.clip(at // page_size, 0, P - 1), axis=1)
     page, slot = jnp.where(write, page, 0), jnp.where(write, at % page_size, 0)
 
-    def new(which: int) -> jax.Array:  # [N, S, M, K, h]
-        x = jnp.stack([kv[which][:, T:] for kv in context])
-        return jnp.moveaxis(x.reshape(len(layers), S, K, most, c.head_dim), 2, 3)
+    def new(x: list[jax.Array]) -> jax.Array:  # [S K, M, h] of each layer -> [N, S, M, K, h]
+        return jnp.moveaxis(jnp.stack(x).reshape(len(layers), S, K, most, c.head_dim), 2, 3)
+
+    k = new([keys[:, :, T:].swapaxes(1, 2) for keys, _ in context])
+    v = new([values[:, T:] for _, values in context])
 
     def put(pages: jax.Array, x: jax.Array) -> jax.Array:
         return pages.at[:, page, slot].set(x)
 
-    cache = cache._replace(k=put(cache.k, new(0)), v=put(cache.v, new(1)))
+    cache = cache._replace(k=put(cache.k, k), v=put(cache.v, v))
     if cache.routing is not None and routing is not None:
         cache = cache._replace(routing=put(cache.routing, jnp.moveaxis(routing, 1, 2)))
     return *made, done, cache
 
 
 def _attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, dtype: Any) -> jax.Array:
-    """q [S, 1, K, G, h] over keys and values [S * K, T, h]; visible [S, T] -> [S, 1, K, G, h]."""
+    """q [S, 1, K, G, h] over keys [S K, h, T] and values [S K, T, h]; visible [S, T] -> as q."""
     S, _, K, G, h = q.shape
-    s = dot_batched((q * h**-0.5).reshape(S * K, G, h), keys, (2, 2), dtype)
+    s = dot_batched((q * h**-0.5).reshape(S * K, G, h), keys, (2, 1), dtype)
     s = jnp.where(visible[:, None, None], s.reshape(S, K, G, -1), MASKED).reshape(s.shape)
     p = jnp.exp(s - s.max(-1, keepdims=True))
     out = dot_batched(p, values, (2, 1), dtype) / p.sum(-1, keepdims=True)

@@ -73,7 +73,7 @@ class Tiles:
     def default(cls, slots: int, context: int, page_size: int) -> "Tiles":
         most = -(-context // page_size)
         pages = [p for p in (2**i for i in range(3, 20)) if p < most]
-        chunks = ((1, 1), (1, 4), (1, 16), (8, 1), (8, 4))  # in pages
+        chunks = ((1, 1), (1, 4), (1, 16), (1, 32), (8, 1), (8, 4))  # in pages
         prefill = [(s, c * page_size) for s, c in chunks if s <= max(slots, 1) and c <= most]
         return cls(tuple(prefill), tuple(sorted({1, -(-slots // 4), slots})), (*pages, most))
 

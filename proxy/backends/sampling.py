@@ -35,17 +35,24 @@ def sample(logits: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """
     assert logits.ndim == 2, logits.shape
     greedy = rows.temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
     filters = ~greedy & ((rows.top_p < 1) | (rows.top_k > 0) | (rows.min_p > 0))
-    # Sorting a vocabulary is slow, and training never needs it.
-    x = lax.cond(
-        filters.any(), lambda: jnp.where(filters[:, None], _filter(scaled, rows), scaled), lambda: scaled
-    )
 
-    # As log-softmax does it, not x - logsumexp(x): that rounds to above 0 for a nearly certain token.
-    x = x - x.max(-1, keepdims=True)
+    def scores(filter: bool) -> jax.Array:
+        x = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
+        if filter:
+            x = jnp.where(filters[:, None], _filter(x, rows), x)
+        # As log-softmax does it, not x - logsumexp(x): that rounds to above 0 for a nearly certain token.
+        return x - x.max(-1, keepdims=True)
+
+    # Sorting a vocabulary is slow, and training never needs it; nor the index of the highest.
+    x = lax.cond(filters.any(), lambda: scores(True), lambda: scores(False))
     p = jnp.exp(x)
-    token = jnp.where(greedy, jnp.argmax(x, axis=-1), _draw(p, rows)).astype(jnp.int32)
+    token = _draw(p, rows)
+    token = lax.cond(
+        greedy.any(),
+        lambda: jnp.where(greedy, jnp.argmax(x, axis=-1).astype(jnp.int32), token),
+        lambda: token,
+    )
     chosen = jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]
     return token, chosen - jnp.log(p.sum(-1))
 
@@ -62,7 +69,7 @@ def _draw(p: jax.Array, rows: Rows) -> jax.Array:
     blocks = jnp.pad(p, ((0, 0), (0, -p.shape[1] % _BLOCK))).reshape(p.shape[0], -1, _BLOCK)
     block = _pick(blocks.sum(-1), u[:, :1])
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * _BLOCK + _pick(inside, u[:, 1:])
+    return (block * _BLOCK + _pick(inside, u[:, 1:])).astype(jnp.int32)
 
 
 def _pick(weights: jax.Array, u: jax.Array) -> jax.Array:
