@@ -207,14 +207,14 @@ def mutation_tasks(
     ]
     random.Random(seed).shuffle(candidates)
     candidates = spread(candidates)
-    made, size = 0, 20
+    made, size = 0, min(20, 4 * wanted)
     batches = [candidates[i : i + size] for i in range(0, len(candidates), size)]
     with ThreadPoolExecutor(workers) as pool:
         for start in range(0, len(batches), workers):
             if made >= wanted:
                 break
             futures = [
-                pool.submit(_batch, factory, base, source, tests, good, batch, timeout_s)
+                pool.submit(_batch, factory, base, source, tests, good, batch, timeout_s, wanted - made)
                 for batch in batches[start : start + workers]
             ]
             for future in as_completed(futures):
@@ -246,7 +246,9 @@ def _batch(
     good: Sequence[str],
     batch: Sequence[tuple[str, mutation.Mutant]],
     timeout_s: float,
+    most: int,
 ) -> list[Instance]:
+    """At most so many admitted tasks of a batch of mutants."""
     found = []
     try:
         screened = screen(factory, base, tests, [(path, m.source) for path, m in batch], timeout_s)
@@ -254,6 +256,8 @@ def _batch(
         _log.warning("%s: a batch of mutants is left out: %s", base.repo, error)
         return []
     for (path, mutant), told in zip(batch, screened, strict=True):
+        if len(found) >= most:
+            break
         if told is None:
             continue  # it hangs or crashes the interpreter
         fails = [t for t in good if told["outcomes"].get(t) in ("failed", "error")]

@@ -135,7 +135,7 @@ def test_what_is_left_alone():
 
 def test_tasks_by_mutation(bubblewrap, source):
     """Real ones: the bug is in the agent's repository, its tests are not, and the fix is a small patch."""
-    made = list(build.mutation_tasks(bubblewrap, PACKAGE, source, wanted=2, workers=2))
+    made = list(build.mutation_tasks(bubblewrap, PACKAGE, source, wanted=2, workers=1))
     assert len(made) == 2
     for task in made:
         assert task.hidden == ("tests/test_columns.py",)
@@ -215,7 +215,7 @@ BENCH = {
     "repo": "o/r",
     "base_commit": "abc",
     "patch": "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-a = 1\n+a = 2\n",
-    "test_patch": "diff --git a/tests/test_x.py b/tests/test_x.py\n--- a/tests/test_x.py\n+++ b/tests/test_x.py\n",
+    "test_patch": "diff --git a/tests/test_x.py b/tests/test_x.py\nnew file mode 100644\n",
     "problem_statement": "a is wrong",
     "FAIL_TO_PASS": '["tests/test_x.py::test_a[x y]"]',
     "PASS_TO_PASS": ["tests/test_x.py::test_b"],
