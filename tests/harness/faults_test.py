@@ -86,31 +86,6 @@ def test_a_budget_of_turns(harness, play):
     assert trained_once(played.opened.session) <= 2
 
 
-@harnesses(("opencode",))
-@pytest.mark.timeout(600)
-def test_a_history_that_is_compacted(harness, play):
-    """By the usage that is reported, which is true: a summary, then a new branch of the main conversation."""
-    seen = []
-
-    def say(prompt):
-        seen.append(prompt)
-        if "<tools>" not in prompt:
-            return (
-                "A short title."
-                if len(seen) < 3
-                else "We saw that add in calc.py has a minus; make it a plus."
-            )
-        if "make it a plus" in prompt:
-            return "Fixed." if "Edit applied" in prompt else SCRIPTS["opencode"][1]
-        return SCRIPTS["opencode"][0]
-
-    played = play(harness, say, context=120_000, window=20_000, timeout_s=90)
-    kinds = [t.kind for t in played.opened.session.traces]
-    assert "compaction" in kinds, (kinds, played.outcome.output[-2000:])
-    assert kinds.count("main") >= 2
-    trained_once(played.opened.session)
-
-
 class Cut:
     """Forwards one unix socket to another; the first answer of the main conversation is cut."""
 
