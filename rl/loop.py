@@ -417,6 +417,7 @@ def _replay(workdir: Path, step: int, tracker: Tracker) -> None:
         tracker.log(step, {k: v for k, v in record.items() if k not in ("step", "nonfinite")})
 
 
+@np.errstate(all="ignore")  # an advantage may be infinite; the update is skipped then
 def _pack(
     rollouts: Rollouts,
     algorithm: Algorithm,
