@@ -2,9 +2,10 @@
 
 Each peer lives in an environment of its own, .venv-bench-<peer>, made when it is first needed from
 benchmarks/requirements/<peer>.txt; BENCH_<PEER>=/path/to/python names one that exists. Every measurement is a
-fresh process. Ours and the peer take turns, so that what else the machine does hits both; a ratio is taken
-within each pair. Printed, and written to benchmarks/results.md: the median seconds of both, and the least,
-the median and the greatest ratio (above 1: metagym is faster).
+fresh process. Ours and the peer take turns, each first in every other pair, so that what else the machine
+does hits both; a ratio is taken within each pair. Printed, and written to benchmarks/results.md: the median
+seconds of both, and the least, the median and the greatest ratio (above 1: metagym is faster), of seconds on
+the clock and of CPU seconds, which other work on the machine disturbs less.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +111,28 @@ def measure(command: list[str], values: dict[str, str]) -> dict[str, Any]:
 
 def compare(case: Case, directory: str, pairs: int, repeats: int) -> str:
     """A row of the table."""
-    ours, theirs, own_peak, peer_peak = [], [], 0.0, 0.0
     assert case.peer is not None
-    python = python_of(case.peer)
-    for _ in range(pairs):
-        with tempfile.TemporaryDirectory() as scratch:
-            values = {"{repeats}": str(repeats), "{scratch}": scratch}
-            a = measure([sys.executable, str(HERE / "ours.py"), directory, *case.ours], values)
-            b = measure([python, str(HERE / "peers" / case.script), directory, *case.theirs], values)
-        ours.append(min(a["seconds"]))
-        theirs.append(min(b["seconds"]))
-        own_peak, peer_peak = max(own_peak, a["peak_gb"]), max(peer_peak, b.get("peak_gb", 0.0))
-    ratios = sorted(b / a for a, b in zip(ours, theirs, strict=True))
-    spread = f"{ratios[0]:.2f} / {statistics.median(ratios):.2f} / {ratios[-1]:.2f}"
-    peaks = f"{own_peak:.1f} / {peer_peak:.1f}" if peer_peak else f"{own_peak:.1f}"
-    return (
-        f"| {case.title} | {statistics.median(ours):.2f} | {statistics.median(theirs):.2f} | {spread} "
-        f"| {peaks} |"
+    sides = (
+        [sys.executable, str(HERE / "ours.py"), directory, *case.ours],
+        [python_of(case.peer), str(HERE / "peers" / case.script), directory, *case.theirs],
     )
+    found: tuple[list[Any], list[Any]] = ([], [])
+    for pair in range(pairs):
+        for side in (0, 1) if pair % 2 == 0 else (1, 0):
+            with tempfile.TemporaryDirectory() as scratch:
+                values = {"{repeats}": str(repeats), "{scratch}": scratch}
+                found[side].append(measure(sides[side], values))
+
+    def best(side: int, what: str) -> list[float]:
+        return [min(f[what]) for f in found[side]]
+
+    def spread(what: str) -> str:
+        ratios = sorted(b / a for a, b in zip(best(0, what), best(1, what), strict=True))
+        return f"{ratios[0]:.2f} / {statistics.median(ratios):.2f} / {ratios[-1]:.2f}"
+
+    medians = " | ".join(f"{statistics.median(best(side, 'seconds')):.2f}" for side in (0, 1))
+    peaks = " / ".join(f"{max(f['peak_gb'] for f in found[side]):.1f}" for side in (0, 1))
+    return f"| {case.title} | {medians} | {spread('seconds')} | {spread('cpu')} | {peaks} |"
 
 
 def alone(case: Case, directory: str, repeats: int) -> list[str]:
@@ -145,9 +151,17 @@ def machine() -> str:
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text()
         model = text.split("model name\t: ", 1)[-1].splitlines()[0]
-        model += ", with AMX" if "amx_bf16" in text else ", without AMX"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return f"{os.cpu_count()} cores, {model}; load average at the start {load:.1f}"
+
+
+def versions(chosen: list[Case]) -> str:
+    """What is compared: the packages that count, from this environment and from the peers' requirements."""
+    found = [f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax")]
+    for peer in dict.fromkeys(c.peer for c in chosen if c.peer):
+        lines = (HERE / "requirements" / f"{peer}.txt").read_text().split()
+        found.append(f"{peer}: " + ", ".join(line.replace("==", " ") for line in lines[:3]))
+    return "; ".join(found)
 
 
 def main() -> None:
@@ -164,7 +178,8 @@ def main() -> None:
     from metagym.models import load
 
     _, directory = load("smollm2-135m")
-    lines = [f"Machine: {machine()}. {given.pairs} pairs, the best of {given.repeats} repeats in each.", ""]
+    how = f"{given.pairs} pairs, the best of {given.repeats} repeats in each"
+    lines = [f"Machine: {machine()}. {how}. {versions(chosen)}.", ""]
     print(lines[0], flush=True)
     compared, single = [c for c in chosen if c.peer], [c for c in chosen if not c.peer]
 
@@ -176,8 +191,8 @@ def main() -> None:
     if compared:
         tell(
             [
-                "| | metagym s | peer s | ratio least / median / greatest | peak GB metagym / peer |",
-                "|---|---|---|---|---|",
+                "| | metagym s | peer s | ratio: least / median / greatest | ratio of CPU | peak GB |",
+                "|---|---|---|---|---|---|",
             ]
         )
         for case in compared:

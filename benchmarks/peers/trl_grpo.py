@@ -1,10 +1,11 @@
 """One GRPO step of TRL's GRPOTrainer: a prompt, 8 completions of 64 tokens, all weights trained.
 
 Runs in an environment of its own (benchmarks/requirements/trl.txt).
-Prints a line of JSON: seconds of each step.
+Prints a line of JSON: seconds of each step, CPU seconds, peak resident memory in GB.
 """
 
 import json
+import resource
 import sys
 import time
 from itertools import pairwise
@@ -19,12 +20,16 @@ precision = sys.argv[5] if len(sys.argv) > 5 else "float32"
 torch.set_num_threads(2)
 
 
+def now():
+    return time.perf_counter(), time.process_time()
+
+
 class Clock(TrainerCallback):
     def __init__(self):
-        self.times = [time.perf_counter()]
+        self.times = [now()]
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.times.append(time.perf_counter())
+        self.times.append(now())
 
 
 def reward(completions, **kwargs):
@@ -58,5 +63,6 @@ trainer = GRPOTrainer(
     callbacks=[clock],
 )
 trainer.train()
-seconds = [b - a for a, b in pairwise(clock.times)]
-print(json.dumps({"seconds": seconds[1:]}))
+seconds, cpu = ([b[i] - a[i] for a, b in pairwise(clock.times)][1:] for i in (0, 1))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+print(json.dumps({"seconds": seconds, "cpu": cpu, "peak_gb": peak}))

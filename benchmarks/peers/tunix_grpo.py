@@ -1,10 +1,11 @@
 """One GRPO step of Tunix's GRPOLearner: a prompt, 8 completions of 64 tokens, all weights trained.
 
 Runs in an environment of its own (benchmarks/requirements/tunix.txt).
-Prints a line of JSON: seconds of each step.
+Prints a line of JSON: seconds of each step, CPU seconds, peak resident memory in GB.
 """
 
 import json
+import resource
 import sys
 import time
 from itertools import pairwise
@@ -26,7 +27,13 @@ model_dir, steps, prompt, workdir = sys.argv[1], int(sys.argv[2]), sys.argv[3], 
 config = json.loads(Path(f"{model_dir}/config.json").read_text())
 mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 tokenizer = AutoTokenizer.from_pretrained(model_dir)
-times = [time.perf_counter()]
+
+
+def now():
+    return time.perf_counter(), time.process_time()
+
+
+times = [now()]
 
 
 def reward(prompts, completions, **kwargs):
@@ -76,12 +83,13 @@ with mesh:
     generate = cluster.generate
 
     def timed(*args, **kwargs):  # a step begins with its generation
-        times.append(time.perf_counter())
+        times.append(now())
         return generate(*args, **kwargs)
 
     cluster.generate = timed
     learner.train([{"prompts": np.asarray([prompt])} for _ in range(steps + 1)])
     jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
-times.append(time.perf_counter())
-seconds = [b - a for a, b in pairwise(times[1:])]
-print(json.dumps({"seconds": seconds[1:]}))
+times.append(now())
+seconds, cpu = ([b[i] - a[i] for a, b in pairwise(times[1:])][1:] for i in (0, 1))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+print(json.dumps({"seconds": seconds, "cpu": cpu, "peak_gb": peak}))
