@@ -335,6 +335,7 @@ def take(
     files are compared with the objects in `base`. Files that git ignores, and new ones above `largest_kb`,
     are not in it. Raises SandboxError if it can't be made.
     """
+    sandbox.exec("builtin exit 0", 30.0)  # a new shell: the agent's may have functions, no PATH, set -e
     script = _TAKE.replace("WORKDIR", workdir).replace("BASE", base)
     result = sandbox.exec(f"(\n{script.replace('MOST', str(largest_kb))}\n)", timeout)
     last = result.output.strip().splitlines()[-1:] or [""]
