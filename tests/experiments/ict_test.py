@@ -1,0 +1,181 @@
+"""Collecting, training and measuring a reflector, with a tiny random model; errors are told."""
+
+import contextlib
+import json
+import math
+
+import numpy as np
+import pytest
+
+from metagym import cli
+from metagym.errors import InputError
+from metagym.experiments import config as config_lib
+from metagym.experiments import ict, ict_report
+from metagym.meta import read_experience
+from metagym.rl.metrics import read_jsonl
+from metagym.types import Message
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """What the three commands leave behind."""
+    folder = tmp_path_factory.mktemp("study")
+    common = ["--config=ict_debug", f"--config.world.kwargs.data={folder / 'tuples.jsonl'}"]
+    assert cli.main(["ict", "collect", *common, f"--out={folder / 'tuples.jsonl'}"]) == 0
+    arguments = [*common, f"--workdir={folder / 'run'}"]
+    assert cli.main(["train", *arguments, "--config.record_traces=True"]) == 0
+    assert cli.main(["ict", "eval", *arguments]) == 0
+    return folder
+
+
+def test_collected_tuples(study):
+    found = read_experience(study / "tuples.jsonl")
+    assert len(found) == 2 * 2  # types, meta-turns
+    assert {e.type for e in found} == {"doors-red", "food-plum"}
+    for e in found:
+        assert len(e.batch) == len(e.next) == len(e.held_out) == 2
+        assert len({id for id, _ in (*e.batch, *e.next, *e.held_out)}) == 6
+        assert e.actor == ({"actor": "rule_follower"},)
+        assert e.observation
+    assert {e.prompt for e in found if e.meta_turn == 0} == {None}
+    runs = read_jsonl(study / "tuples.runs.jsonl")
+    assert [len(r["turns"]) for r in runs] == [3, 3]
+    assert all(len(t["episodes"]) == 2 for r in runs for t in r["turns"])
+
+
+def test_a_stopped_collection_goes_on(study, tmp_path):
+    file = tmp_path / "tuples.jsonl"
+    lines = (study / "tuples.jsonl").read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]) + lines[2][:50])
+    told = []
+    ict.collect(config_lib.load("ict_debug"), file, None, told.append)
+    assert "1 are left" in told[0]
+    assert sorted(file.read_text().splitlines()) == sorted(line.strip() for line in lines)
+
+
+def test_only_the_reflectors_tokens_train(study):
+    episodes = [r for f in (study / "run" / "episodes").glob("0*.jsonl") for r in read_jsonl(f)]
+    assert len(episodes) == 4
+    for e in episodes:
+        (trace,) = e["traces"]
+        assert trace["trainable"] == len(trace["logprobs"]) <= 4
+        assert len(e["turns"]) == 1
+    (metrics,) = [r for r in read_jsonl(study / "run" / "metrics.jsonl") if "tokens/trained" in r]
+    assert metrics["tokens/trained"] == sum(t["trainable"] for e in episodes for t in e["traces"])
+    assert metrics["update/applied"] == 1.0
+
+
+def test_members_of_a_group_saw_the_same(study):
+    episodes = [r for f in (study / "run" / "episodes").glob("0*.jsonl") for r in read_jsonl(f)]
+    by_task = {}
+    for e in episodes:
+        by_task.setdefault((e["task"], e["seed"]), []).append(e["turns"][0]["observation"])
+    assert [len(seen) for seen in by_task.values()] == [2, 2]
+    assert all(len(set(seen)) == 1 for seen in by_task.values())
+
+
+def test_measured_runs(study):
+    runs = read_jsonl(study / "run" / "ict" / "runs.jsonl")
+    per_reflector = 2 * 2  # types, k
+    assert len(runs) == 6 * per_reflector + 1
+    for r in runs:
+        tasks = [id for t in r["turns"] for id in t["tasks"]]
+        assert len(set(tasks)) == len(tasks) == r["k"] * len(r["turns"])
+        assert all(t["observation"] and "prompt" in t and t["episodes"] for t in r["turns"])
+    held_out = [r for r in runs if r["row"] == "held_out"]
+    assert all(len(r["turns"]) == 4 for r in held_out)  # more than in training
+    assert all(t["validation"] >= 0 and t["selected_score"] >= 0 for r in held_out for t in r["turns"])
+
+    def of(name):
+        chosen = [r for r in held_out if r["reflector"] == name]
+        return {(r["type"], r["k"]): [t["returns"] for t in r["turns"]] for r in chosen}
+
+    assert of("initial") == of("noop")  # the whole machinery changes nothing
+    best = next(r for r in held_out if r["reflector"] == "best_of")
+    assert len({t["prompt"] for t in best["turns"][1:]}) == 1
+    assert best["about"]["sampling"]["max_tokens"] == 4
+    assert next(r for r in held_out if r["reflector"] == "trained")["about"]["step"] == 1
+
+
+def test_an_evaluation_goes_on_and_reports(study):
+    folder = study / "run" / "ict"
+    before = (folder / "runs.jsonl").read_text()
+    lines = before.splitlines(keepends=True)
+    (folder / "runs.jsonl").write_text("".join(lines[:-1]) + lines[-1][:100])
+    config = config_lib.load("ict_debug")
+    rows = {"toy": config.ict.evaluate.toy}
+    told = []
+    ict.evaluate(config_lib.changed(config, ict__evaluate=rows), folder, None, told.append)
+    again = read_jsonl(folder / "runs.jsonl")
+    assert len(again) == len(lines)
+    ict_report.write_report(again, folder)
+    table = (folder / "table.md").read_text()
+    assert "| held_out | 3 | trained | selected | 2 |" in table
+    assert "| toy | 3 | initial | last | 1 |" in table
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((folder / "results.json").read_text())) == 6 * 2 * 2 + 1
+
+
+def test_types_of_training_can_not_be_held_out(study, tmp_path):
+    config = config_lib.load("ict_debug")
+    config.ict.evaluate.held_out.types = ("doors-red", "tools-saw")
+    config.world.kwargs.data = str(study / "tuples.jsonl")
+    with pytest.raises(InputError, match="must be disjoint"):
+        ict.evaluate(config, tmp_path, None, lambda text: None)
+    config = config_lib.load("ict_debug")
+    config.ict.types = ("tools-saw",)
+    with pytest.raises(InputError, match="must be disjoint"):
+        ict.collect(config, tmp_path / "t.jsonl", None, lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--config.ict.collect=untraind"], "untrained"),
+        (["--config.ict.collect=trained"], "needs --workdir"),
+        (["--config.actor.kind=endpont"], "endpoint"),
+        (["--config.ict.world=metagym/Rulse-v0"], "metagym/Rules-v0"),
+        (["--config.ict.transcript={'colour': 1}"], "colour"),
+        (["--config.ict.k=0"], "ict.k"),
+    ],
+)
+def test_what_can_not_work_is_told(changes, message, capsys, tmp_path):
+    arguments = ["ict", "collect", "--config=ict_debug", f"--out={tmp_path / 't.jsonl'}", *changes]
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_prompts_are_chosen_on_another_split(tmp_path):
+    config = config_lib.load("ict_debug")
+    config.ict.evaluate.held_out.validation_split = "test"
+    with pytest.raises(InputError, match="another split"):
+        ict.evaluate(config, tmp_path, None, lambda text: None)
+
+
+def test_an_engine_as_actor_says_what_it_is(tmp_path):
+    config = config_lib.load("ict_debug")
+    config.actor.kind, config.actor.max_tokens, config.actor.temperature = "engine", 3, 0.5
+    with contextlib.ExitStack() as stack:
+        actor = ict.build_actor(config, stack, tmp_path)
+        told = actor.about()
+        assert told["model"] == "random"
+        assert told["version"] == 0
+        assert told["sampling"]["temperature"] == 0.5
+        hello = [Message("user", "hello")]
+        assert actor.new_chat(3).chat(hello) == actor.new_chat(3).chat(hello)
+
+
+def test_intervals():
+    assert ict_report.interval([0.0, 1.0]) == pytest.approx((0.5, 0.5 - 6.353, 0.5 + 6.353), abs=1e-3)
+    mean, low, high = ict_report.interval([0.2, 0.4, 0.6, 0.8])
+    assert (mean, low, high) == pytest.approx((0.5, 0.0891, 0.9109), abs=1e-3)  # t = 3.182, s = 0.2582
+    assert ict_report.interval([1.0]) == (1.0, -math.inf, math.inf)
+    x = np.linspace(0, 1, 200)
+    assert ict_report.interval(x)[1] == pytest.approx(0.5 - 1.98 * x.std(ddof=1) / math.sqrt(200))
+    with pytest.raises(ValueError, match="at least one"):
+        ict_report.interval([])
+
+
+def test_valid_actions_may_count():
+    config = config_lib.changed(config_lib.load("ict_debug"), ict__valid_weight=0.5)
+    assert isinstance(ict.build_hooks(config), ict.ValidActions)
