@@ -1,4 +1,4 @@
-"""`metagym tasks list|show|play|build`: which worlds there are, a task's beginning, playing one by hand; making
+"""`metagym tasks list|show|play|build`: which worlds there are, a task's beginning, playing one by hand, making
 tasks of software engineering.
 """
 
