@@ -62,5 +62,5 @@ def get_config():
     config.checkpoint_every = 3
     config.checkpoints_kept = 8
 
-    config.ict.evaluate.held_out = ict_evaluation(types=MEASURED, k=(3,), meta_turns=4, runs=1)
+    config.ict.evaluate.held_out = ict_evaluation(types=MEASURED, k=(3,), meta_turns=6, runs=1)
     return config
