@@ -62,11 +62,12 @@ def random_batches(count: int, seed: int = 0) -> dict[str, np.ndarray]:
     grouped[..., 0] += np.ptp(grouped, axis=-1) == 0
     rewards = grouped.reshape(count, rows)
     values = [[advantages.standardized(group, group) for group in batch] for batch in grouped]
+    l = np.minimum(o + rng.normal(scale=0.7, size=shape), -1e-3)
     return {
-        "l": np.minimum(o + rng.normal(scale=0.7, size=shape), -1e-3),
+        "l": l,
         "o": o,
         "q": np.minimum(o + rng.normal(scale=0.9, size=shape), -1e-3),
-        "ref": np.minimum(o + rng.normal(scale=0.5, size=shape), -1e-3),
+        "ref": np.clip(np.minimum(o + rng.normal(scale=0.5, size=shape), -1e-3), l - 2, l + 2),  # k3 below 10
         "entropy": rng.exponential(1.0, shape),
         "mask": mask.astype(np.float64),
         "rewards": rewards,
