@@ -1,5 +1,5 @@
-"""`metagym tasks list|show|play|build`: which worlds there are, a task's beginning, playing one by hand, making
-tasks of software engineering.
+"""`metagym tasks list|show|play|build`: which worlds there are, how a task begins, playing one by hand,
+making tasks of software engineering.
 """
 
 import argparse
