@@ -6,7 +6,7 @@ narrower clip, and tasks dropped that were solved never or more than 2/3 of the 
 small. The mesh is that of scale_qwen25_72b; `world.kwargs.data` is for your instances (docs/worlds.md), the
 built-in set is tiny.
 
-Time: not run. Expected: the paper reports 39 % on SWE-bench Verified.
+Time: not run. Expected: the paper (arXiv:2508.03501) reports 39 % on SWE-bench Verified.
 Command: make train CONFIG=experiments/configs/rft_dapo_full.py
 """
 

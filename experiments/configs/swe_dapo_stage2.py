@@ -3,7 +3,7 @@
 From the weights that swe_dapo_stage1 ended with (`--config.model.name=DIR`): both limits doubled, a narrower
 clip, and of the tasks only those that were solved at least once and at most 2/3 of the time.
 
-Time: not run. Expected: the paper reports 39 % on SWE-bench Verified after it.
+Time: not run. Expected: the paper (arXiv:2508.03501) reports 39 % on SWE-bench Verified after it.
 Command: make train CONFIG=experiments/configs/swe_dapo_stage2.py
 """
 

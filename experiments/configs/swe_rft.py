@@ -5,7 +5,7 @@ that were no command are masked; learning rate 5e-6, updates of 64 episodes, 65,
 is that of scale_qwen25_72b, which `metagym doctor --compile` sizes. `world.kwargs.data` is for your instances
 and `world.kwargs.sandbox` for where they run (docs/swe.md).
 
-Time: not run. Expected: the paper reports 20 % on SWE-bench Verified after it, from 11 %.
+Time: not run. Expected: the paper (arXiv:2508.03501) reports 20 % on SWE-bench Verified after it.
 Command: make train CONFIG=experiments/configs/swe_rft.py
 """
 
