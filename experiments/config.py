@@ -283,8 +283,8 @@ def ict_evaluation(
     """A row of what `metagym ict eval` measures: `runs` runs of each type for each k and reflector.
 
     world, world_kwargs: another world than that of training, if given. held_out: the types must not be among
-    those of training. validation: tasks of `validation_split` on which a prompt is chosen; 0: none is.
-    best_of: prompts that the reflector "best_of" chooses from.
+    those of training, where the world is the same. validation: tasks of `validation_split` on which a prompt
+    is chosen; 0: none is. best_of: prompts that the reflector "best_of" chooses from.
     """
     row = {"world": world, "types": tuple(types), "split": split, "k": tuple(k), "meta_turns": meta_turns}
     row |= {"runs": runs, "held_out": held_out, "validation": validation, "best_of": best_of}

@@ -510,7 +510,7 @@ def evaluate(
                 "world_kwargs": build.plain(row.world_kwargs) if row.world else base["world_kwargs"],
                 "types": tuple(row.types) or None,
                 "split": row.split,
-                "held_out": trained_on if row.held_out else (),
+                "held_out": trained_on if row.held_out and row.world in ("", config.ict.world) else (),
                 "meta_turns": row.meta_turns,
             }
             for k in row.k:

@@ -101,11 +101,13 @@ def test_an_evaluation_goes_on_and_reports(study):
     folder = study / "run" / "ict"
     before = (folder / "runs.jsonl").read_text()
     lines = before.splitlines(keepends=True)
-    (folder / "runs.jsonl").write_text("".join(lines[:-1]) + lines[-1][:100])
+    toy = next(line for line in lines if '"row": "toy"' in line)
+    (folder / "runs.jsonl").write_text("".join(line for line in lines if line != toy) + toy[:100])
     config = config_lib.load("ict_debug")
     rows = {"toy": config.ict.evaluate.toy}
     told = []
     ict.evaluate(config_lib.changed(config, ict__evaluate=rows), folder, None, told.append)
+    assert "1 are left" in told[0]
     again = read_jsonl(folder / "runs.jsonl")
     assert len(again) == len(lines)
     ict_report.write_report(again, folder)
