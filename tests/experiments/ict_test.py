@@ -12,6 +12,7 @@ from metagym.errors import InputError
 from metagym.experiments import config as config_lib
 from metagym.experiments import ict, ict_report
 from metagym.meta import read_experience
+from metagym.proxy.session import Session
 from metagym.rl.metrics import read_jsonl
 from metagym.types import Message
 
@@ -164,7 +165,10 @@ def test_an_engine_as_actor_says_what_it_is(tmp_path):
         assert told["version"] == 0
         assert told["sampling"]["temperature"] == 0.5
         hello = [Message("user", "hello")]
-        assert actor.new_chat(3).chat(hello) == actor.new_chat(3).chat(hello)
+        one, other = actor.new_chat(3), actor.new_chat(3)
+        assert isinstance(one, Session)
+        assert isinstance(other, Session)
+        assert one.chat(hello) == other.chat(hello)
 
 
 def test_intervals():
@@ -173,7 +177,7 @@ def test_intervals():
     assert (mean, low, high) == pytest.approx((0.5, 0.0891, 0.9109), abs=1e-3)  # t = 3.182, s = 0.2582
     assert ict_report.interval([1.0]) == (1.0, -math.inf, math.inf)
     x = np.linspace(0, 1, 200)
-    assert ict_report.interval(x)[1] == pytest.approx(0.5 - 1.98 * x.std(ddof=1) / math.sqrt(200))
+    assert ict_report.interval(x.tolist())[1] == pytest.approx(0.5 - 1.98 * x.std(ddof=1) / math.sqrt(200))
     with pytest.raises(ValueError, match="at least one"):
         ict_report.interval([])
 

@@ -91,7 +91,7 @@ def test_a_run_by_hand():
         assert text.count("Right.") == 9
         assert (terminated, truncated) == (False, False)
         _, reward, *_ = env.step("Never open the red door.")
-        assert reward < 1
+        assert float(reward) < 1
         _, _, terminated, truncated, info = env.step("")
         assert (terminated, truncated) == (True, False)
         assert info["prompt"] is None
@@ -396,7 +396,7 @@ class Sure(gym.Env):
 
 @pytest.fixture
 def sure():
-    gym.register("Sure-v0", entry_point=Sure)
+    gym.register("Sure-v0", entry_point=Sure)  # pyright: ignore[reportArgumentType]
     yield {"world": "Sure-v0", "type": "t", "batch": (("t:10", 0), ("t:30", 0)), "returns": (0.05, 0.1)} | {
         "score": 0.075,
         "next": (("t:50", 0),),
@@ -562,7 +562,7 @@ class Counting(gym.Env):
 
 @pytest.fixture
 def counting():
-    gym.register("Counting-v0", entry_point=Counting)
+    gym.register("Counting-v0", entry_point=Counting)  # pyright: ignore[reportArgumentType]
     yield "Counting-v0"
     del gym.registry["Counting-v0"]
 
