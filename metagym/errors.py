@@ -40,9 +40,11 @@ class UnknownNameError(InputError, KeyError):
 
     def __init__(self, kind: str, name: object, known: Iterable[object], hint: str = ""):
         names = sorted(str(k) for k in known)
-        near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+        asked = str(name)
+        asked = asked if len(asked) <= 200 else f"{asked[:200]}..."
+        near = difflib.get_close_matches(asked, names, n=3, cutoff=0.5)
         shown = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
-        message = f"unknown {kind} {str(name)!r}."
+        message = f"unknown {kind} {asked!r}."
         if near:
             message += f" Did you mean {' or '.join(repr(n) for n in near)}?"
         message += f" Known: {shown or 'none'}."

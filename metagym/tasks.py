@@ -42,7 +42,7 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument("what", choices=("list", "show", "play"))
     parser.add_argument("world", nargs="?", help="an id or its short form")
     parser.add_argument("task", nargs="?", help="a task's id; without it, one is drawn by the seed")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0)
     parser.add_argument("--split", help="default: all of them for list, the world's own for show and play")
     parser.add_argument("--types", help="types, with commas between them")
     parser.add_argument("--all", action="store_true", help="list every type")
@@ -70,6 +70,12 @@ def command(arguments: Sequence[str]) -> int:
         if known.what == "show":
             return _show(env, known.task, known.seed)
         return _play(env, known.task, known.seed)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
 
 
 def worlds() -> list[str]:
@@ -185,6 +191,7 @@ def _play(env: gym.Env[Any, Any], task: str | None, seed: int) -> int:
     if not played.stop.in_loss:
         print(f"metagym: {played.error}", file=sys.stderr)
         return 1
-    end = f"{played.stop}, {len(played.turns)} turns, reward {played.reward:g}, outcome {played.outcome:g}"
+    stop = str(played.stop) if played.error is None else "left"
+    end = f"{stop}, {len(played.turns)} turns, reward {played.reward:g}, outcome {played.outcome:g}"
     print(f"{played.task.id}, seed {played.seed}: {end}")
     return 0

@@ -234,8 +234,8 @@ class TextEnv(gym.Env[str, str]):
             raise InputError(f"split= takes one name, or None for all, got {split!r:.100}.")
         _names("split", split, world.splits)
         chosen = _names("type", types, world.types)
-        if max_turns is not None and max_turns < 1:
-            raise InputError(f"max_turns must be at least 1, got {max_turns}.")
+        if max_turns is not None and not (isinstance(max_turns, int | np.integer) and max_turns >= 1):
+            raise InputError(f"max_turns must be an int of at least 1, or None, got {max_turns!r:.100}.")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise UnknownNameError("render mode", render_mode, self.metadata["render_modes"])
         self.metadata = dict(self.metadata)  # vector envs write their autoreset mode into it
@@ -291,6 +291,8 @@ class TextEnv(gym.Env[str, str]):
 
         Raises UnknownNameError or InputError for a bad option, WorldError if the world fails.
         """
+        if not isinstance(options, Mapping | None):
+            raise InputError(f'options= takes a dict, such as {{"task": id}}, got {options!r:.100}.')
         for name in options or {}:
             if name not in self.options:
                 raise UnknownNameError("reset option", name, self.options)

@@ -41,7 +41,8 @@ class TextVectorEnv(SyncVectorEnv):
         autoreset_mode: see gymnasium.
         threads: whether to step the envs in threads; None: as the world says.
 
-    Raises InputError without envs. What an env raises is raised when all are done with that call.
+    Raises InputError without envs and for another number of seeds or actions than envs. What an env raises
+    is raised when all are done with that call.
     """
 
     envs: Sequence[Any] = ()
@@ -69,6 +70,8 @@ class TextVectorEnv(SyncVectorEnv):
         return self._pool is not None
 
     def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None):
+        if not isinstance(seed, int | None) and len(seed) != self.num_envs:
+            raise InputError(f"{len(seed)} seeds for {self.num_envs} envs: pass one each, or an int.")
         if self._pool is not None and "reset_mask" not in (options or {}):
             seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
             for env, each in zip(self.envs, seeds or [None] * self.num_envs, strict=True):
@@ -76,11 +79,12 @@ class TextVectorEnv(SyncVectorEnv):
         return self._gathered(super().reset, seed=seed, options=options)
 
     def step(self, actions: Any):
+        actions = tuple(iterate(self.action_space, actions))
+        if len(actions) != self.num_envs:
+            raise InputError(f"{len(actions)} actions for {self.num_envs} envs: pass one each.")
         if self._pool is not None:
             again = self._autoreset_envs if self.autoreset_mode == AutoresetMode.NEXT_STEP else None
-            for i, (env, action) in enumerate(
-                zip(self.envs, iterate(self.action_space, actions), strict=True)
-            ):
+            for i, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
                 call = (env.env.reset,) if again is not None and again[i] else (env.env.step, action)
                 env.coming.append(self._pool.submit(*call))
         return self._gathered(super().step, actions)
@@ -96,6 +100,7 @@ class TextVectorEnv(SyncVectorEnv):
     def close_extras(self, **kwargs: Any) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+            self._pool = None
         super().close_extras(**kwargs)
 
 

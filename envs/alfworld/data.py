@@ -161,7 +161,7 @@ def _folders(path: str) -> list[str]:
     try:
         with os.scandir(path) as entries:
             return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

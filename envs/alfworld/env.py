@@ -187,7 +187,7 @@ class ALFWorldEnv(TextEnv):
     ):
         if engine not in ENGINES:
             raise UnknownNameError("engine", engine, ENGINES)
-        if timeout_s <= 0 or recycle_after < 1:
+        if not timeout_s > 0 or recycle_after < 1:
             raise InputError(
                 "timeout_s must be positive and recycle_after at least 1, "
                 f"got {timeout_s} and {recycle_after}."
@@ -202,7 +202,7 @@ class ALFWorldEnv(TextEnv):
                     )
             self._worker = worker.Worker(_TARGET, {}, label="alfworld", timeout_s=timeout_s)
         super().__init__(
-            world(files.find_root(data)),
+            world(_root(data, split)),
             split=SPLIT_NAMES.get(split, split) if isinstance(split, str) else split,
             types=types,
             tasks=tasks,
@@ -276,6 +276,16 @@ class ALFWorldEnv(TextEnv):
         if path is not None:
             return str(path)
         return generate.file_content(task.type, _number(task), *generate.package_texts())
+
+
+def _root(data: str | PathLike[str] | None, split: Any) -> Path | None:
+    """Where the games on disk are. The generated splits need none, wherever $ALFWORLD_DATA points."""
+    try:
+        return files.find_root(data)
+    except InputError:
+        if data or split not in list(GENERATED):
+            raise
+        return None
 
 
 def _number(task: Task) -> int:

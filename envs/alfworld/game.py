@@ -199,11 +199,11 @@ def read_goal(text: str) -> Goal:
     for kind, pattern in _GOAL_PATTERNS:
         if match := pattern.fullmatch(formula):
             return Goal(kind, match["target"], match["place"])
-    raise BadGame("broken", f"its PDDL goal is none of the six types': {formula[:200]}")
+    raise BadGame("broken", f"its PDDL goal is none of the six types': {formula[:200]!r}")
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def check_domain(domain: str) -> None:

@@ -217,7 +217,9 @@ def _in_process(kwargs: Mapping[str, Any]) -> Any:
 
 
 def _parts(observation: str | Sequence[str]) -> tuple[str, ...]:
-    names = (observation,) if isinstance(observation, str) else tuple(observation)
+    names = names_in("observation", observation)
+    if names is None:
+        raise InputError(f'observation= takes "full", "compact", "balrog" or some of {", ".join(PARTS)}.')
     if names == ("full",):
         return PARTS
     if names in (("compact",), ("balrog",)):
@@ -234,6 +236,16 @@ def _read_levels(levels: Any, options: Mapping[str, Any]) -> dict[str, dict[str,
         if options:
             raise InputError("level_options= is for levels of your own: pass levels= too.")
         return {}
+    if not isinstance(levels, str | PathLike | Mapping) or not isinstance(options, Mapping):
+        raise InputError(
+            "levels= takes a folder of *.des files or {name: des file}, level_options= a dict, "
+            f"got {levels!r:.100} and {options!r:.100}."
+        )
+    steps = options.get("max_episode_steps", 1)
+    if not isinstance(steps, int) or steps < 1:
+        raise InputError(f"max_episode_steps must be an int of at least 1, got {steps!r:.100}.")
+    if "des_file" in options:
+        raise InputError("level_options= can't have des_file: the levels are what levels= says.")
     if not isinstance(levels, Mapping):
         folder = Path(levels)
         levels = {path.stem: path for path in sorted(folder.glob("*.des"))}
@@ -252,7 +264,8 @@ def _read_levels(levels: Any, options: Mapping[str, Any]) -> dict[str, dict[str,
             raise InputError(f"a level can't be named {name!r}: MiniHack has a type of that name.")
         try:
             text = level if isinstance(level, str) and "\n" in level else Path(level).read_text()
-        except (OSError, UnicodeDecodeError, TypeError) as error:
+            text.encode()
+        except (OSError, ValueError, TypeError) as error:
             raise InputError(f"level {name!r} can't be read: {error}") from error
         made[name] = {**options, "kind": kind, "des_file": text if text.endswith("\n") else f"{text}\n"}
     if not made:
@@ -261,10 +274,11 @@ def _read_levels(levels: Any, options: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 def _codes(words: Iterable[str] | None) -> tuple[int, ...] | None:
-    if words is None:
+    names = names_in("actions", words)
+    if names is None:
         return None
     codes = []
-    for word in (words,) if isinstance(words, str) else words:
+    for word in names:
         code = actions.find(word)
         if code is None:
             raise UnknownNameError("action", word, actions.CANONICAL.values())

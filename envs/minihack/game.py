@@ -268,12 +268,17 @@ class Game:
                 TemporaryFile=real.TemporaryFile,
                 NamedTemporaryFile=real.NamedTemporaryFile,
             )
+            id, kwargs = kind, dict(self._levels.get(kind, {}))
             try:
-                id, kwargs = kind, dict(self._levels.get(kind, {}))
                 if kwargs:
                     id = f"MiniHack-{kwargs.pop('kind').capitalize()}-Custom-v0"
                     _check_level(kind, kwargs["des_file"], self._directory)
                 env = gym.make(id, disable_env_checker=True, fix_moon_phase=True, **kwargs).unwrapped
+            except TypeError as error:  # an argument that MiniHack doesn't take
+                if not kwargs:
+                    raise
+                why = str(error).partition(" was raised from")[0]
+                raise InputError(f"level_options= are not what MiniHack takes: {why}") from error
             finally:
                 nle_nethack.tempfile = real
         env: Any

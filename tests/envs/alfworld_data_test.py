@@ -94,6 +94,8 @@ OTHER_GOAL = generate._GOAL[games.TYPES[4]].replace("{target}", "Mug").replace("
         (lambda p: change(p, pddl_problem=None), "broken", "pddl_problem"),
         (lambda p: change(p, pddl_domain=DOMAIN + " "), "version", "domain"),
         (lambda p: change(p, grammar=GRAMMAR + " put {o} in/on {r}"), "version", "put in/on"),
+        (lambda p: change(p, pddl_domain=DOMAIN + "\ud800"), "version", "domain"),
+        (lambda p: change(p, grammar=GRAMMAR + "\ud800"), "version", "grammar"),
         (lambda p: change(p, walkthrough=["put mug 1 in/on shelf 1"]), "version", "walkthrough"),
         (lambda p: change(p, walkthrough="look"), "broken", "walkthrough"),
         (lambda p: change(p, solvable=False), "unsolvable", "solvable"),
@@ -198,7 +200,14 @@ def test_no_data_is_said_with_what_to_do(tmp_path, monkeypatch):
         assert {t.split for t in (env.tasks[0], env.tasks[-1])} == {"generated", "generated_test"}
     with pytest.raises(InputError, match="expected json_2"):
         ALFWorldEnv(data=tmp_path / "nowhere")
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match=r"\$ALFWORLD_DATA.*expected json_2"):
+        ALFWorldEnv()
+    with ALFWorldEnv(split="generated") as env:  # which need none
+        env.reset(seed=0)
+    monkeypatch.delenv("ALFWORLD_DATA")
     (tmp_path / data.LAYOUT / "train" / "a" / "b").mkdir(parents=True)
+    (tmp_path / data.LAYOUT / "valid_seen").write_text("no folder")
     with pytest.raises(InputError, match=r"no game can be played.*\n1 left out|1 left out"):
         ALFWorldEnv(data=tmp_path)
 

@@ -92,8 +92,9 @@ def test_unknown_names():
     ):
         with pytest.raises(UnknownNameError):
             MiniHackEnv(**kwargs)
-    with pytest.raises(InputError):
-        MiniHackEnv(actions=())
+    for kwargs in ({"actions": ()}, {"actions": [5]}, {"observation": None}):
+        with pytest.raises(InputError):
+            MiniHackEnv(**kwargs)
     for timeout_s in (0, float("nan")):
         with pytest.raises(InputError, match="timeout_s"):
             MiniHackEnv(timeout_s=timeout_s)
@@ -538,11 +539,24 @@ def test_levels_that_are_wrong():
         {"river": DES},
         {"a": "/no/such/file.des"},
         {"a": 5},
+        {"a": f"{DES}# \ud800"},
+        5,
+        [DES],
     ):
         with pytest.raises(InputError):
             MiniHackEnv(levels=wrong)
     with pytest.raises(InputError, match="pass levels="):
         MiniHackEnv(level_options={"wizard": True})
+    for options, says in (
+        (5, "a dict"),
+        ({"max_episode_steps": 0}, "max_episode_steps"),
+        ({"max_episode_steps": "x"}, "max_episode_steps"),
+        ({"des_file": DES}, "des_file"),
+    ):
+        with pytest.raises(InputError, match=says):
+            MiniHackEnv(levels={"mine": DES}, level_options=options)
+    with own(colour="red") as env, pytest.raises(InputError, match=r"takes: .*'colour'$"):
+        env.reset(seed=0)
 
 
 def test_conformance_of_levels():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from metagym import cli
+from metagym import cli, tasks
 
 
 def run(capsys, *arguments):
@@ -67,6 +67,14 @@ def test_show_is_the_first_observation_and_the_info(capsys):
     assert "Goal: Reach the staircase down." in run(capsys, "show", "minihack", "Room-5x5:3")[1]
 
 
+def test_a_seed_is_a_whole_number(capsys):
+    for seed in ("-1", "x", "1.5"):
+        with pytest.raises(SystemExit) as ended:
+            tasks.command(["show", "toy", f"--seed={seed}"])
+        assert ended.value.code == 2
+        assert "no whole number" in capsys.readouterr().err
+
+
 def test_playing_by_hand(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("?\ndance\nOpen the red door.\n"))
     code, out, _ = run(capsys, "play", "toy", "doors-red:3", "--rounds=1")
@@ -80,7 +88,7 @@ def test_the_player_may_leave(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("dance\n"))
     code, out, _ = run(capsys, "play", "toy", "doors-red:3")
     assert code == 0
-    assert out.endswith("doors-red:3, seed 0: terminated, 1 turns, reward 0, outcome 0\n")
+    assert out.endswith("doors-red:3, seed 0: left, 1 turns, reward 0, outcome 0\n")
 
 
 def test_a_world_that_fails_is_exit_code_1(capsys, monkeypatch):

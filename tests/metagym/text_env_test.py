@@ -95,6 +95,8 @@ def test_split_types_and_tasks_select():
         ({"tasks": []}, "no task"),
         ({"render_mode": "human"}, "unknown render mode"),
         ({"max_turns": 0}, "max_turns"),
+        ({"max_turns": "9"}, "max_turns must be an int"),
+        ({"max_turns": float("nan")}, "max_turns must be an int"),
         ({"types": 5}, "types= takes a str or several, got int: 5"),
         ({"types": ["a", 5]}, "types= takes a str or several, got int: 5"),
         ({"tasks": 5}, "tasks= takes a str or several, got int: 5"),
@@ -141,8 +143,10 @@ def test_a_refused_reset_changes_nothing():
     one, other = EchoEnv(), EchoEnv()
     one.reset(seed=5)
     other.reset(seed=5)
-    with pytest.raises(InputError):
-        one.reset(options={"task": "nonsense"})
+    for options in ({"task": "nonsense"}, {"task": "x" * 10**6}, ["task"]):
+        with pytest.raises(InputError) as refused:
+            one.reset(options=options)  # type: ignore[arg-type]
+        assert len(str(refused.value)) < 2000
     assert one.step("x")[0] == "x"
     assert one.reset()[0] == other.reset()[0]
 

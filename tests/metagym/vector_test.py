@@ -8,6 +8,7 @@ import time
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from metagym import vector
@@ -84,6 +85,24 @@ def test_an_env_that_fails_leaves_no_answers_behind():
     assert envs.reset(seed=0)[0][0] == expected
     assert envs.step(("dance",) * 3)[0][2].startswith("That is not possible.")
     envs.close()
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_there_is_one_action_and_one_seed_for_each_env(threads):
+    one, other = (TextVectorEnv([ToyEnv] * 2, threads=threads) for _ in range(2))
+    one.reset(seed=0)
+    other.reset(seed=0)
+    for actions in (("dance",), ("dance",) * 3):
+        with pytest.raises(InputError, match="for 2 envs"):
+            one.step(actions)
+    with pytest.raises(InputError, match="1 seeds for 2 envs"):
+        one.reset(seed=[1])
+    for actions in (("dance", "x"), ("y", "dance")):  # nothing has been done, nothing is left behind
+        assert str(one.step(actions)) == str(other.step(actions))
+    for envs in (one, other):
+        envs.close()
+        with pytest.raises(ResetNeeded):
+            envs.step(("dance",) * 2)
 
 
 def test_no_envs_are_no_vector():
