@@ -182,6 +182,7 @@ _READ = (
     *("SEEALL", "SEEAMULET", "SEEARMOR", "SEEGOLD", "SEERINGS", "SEESPELLS", "SEETOOLS", "SEEWEAPON"),
 )
 READING = frozenset(row.code for row in TABLE if row.name in _READ)
+PREFIXES = frozenset(map(ord, "FmMgG"))  # fight, move, move far, rush, rush 2: a direction follows
 ENTER = 13
 _CURSOR = (
     *((word, ord(letter)) for word, letter in _COMPASS.values()),

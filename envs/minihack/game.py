@@ -125,6 +125,7 @@ class Game:
         self._keys: list[int] = []  # of an answer, those still to be pressed
         self._head: tuple[str, int] | None = None  # of the menu that they answer
         self._done = False  # and whether that ends it
+        self._aims = False  # the last key was a prefix: the game waits for a direction, and says nothing
         self._games: dict[str, tuple[Any, _Recorder]] = {}
         self._env: Any = None
         self._type = ""
@@ -151,6 +152,7 @@ class Game:
         self._stairs = stairs
         self._recorder.clear()
         self._keys.clear()
+        self._aims = False
         self._env.seed(seed, seed, reseed=False)
         self._env.reset()
         return self._frame(0.0, None, None, "", f"Goal: {goal}")
@@ -178,12 +180,15 @@ class Game:
         self._recorder.clear()
         if asked is None:
             self._recorder.reads = codes[0] in actions.READING
+        self._aims = asked is None and codes[0] in actions.PREFIXES
         self._keys[:] = codes[1:]
         self._head, self._done = None, codes[-1] == actions.ENTER
         if asked is not None and asked.kind == "menu":
             self._head = self._heading(self._env.last_observation)
         status_type = self._env.StepStatus
         _, reward, ended, _, info = self._env.step(self._env.actions.index(codes[0]))
+        if self._aims:
+            self._recorder.clear()  # what stood there already
         end = None
         if ended:
             # Memento calls a wrong turn successful, and pays -1.
@@ -312,7 +317,7 @@ class Game:
             y, x = self._array("tty_cursor").tolist()
             cursor = f"The cursor is {render.where(y - 1 - row, x - column)}."
             return actions.position(f"{recorder.points} {cursor}", keys)
-        return None
+        return actions.question("In what direction?", keys) if self._aims else None
 
     def _frame(self, reward: float, end: str | None, action: str | None, feedback: str, goal: str) -> Frame:
         asked = None if end else self._asked()

@@ -403,6 +403,24 @@ def test_yes_no_and_directions():
         assert say(env, "chat")[0][:2] == ["north", "east"]
 
 
+@pytest.mark.parametrize("prefix", ["fight", "move", "move far", "rush", "rush 2"])
+@pytest.mark.parametrize("prompts", ["all", "minihack"])
+def test_what_takes_a_direction_asks_for_it(prefix, prompts):
+    """NetHack waits for it and says nothing; what else is said there would be eaten."""
+    with here(types="WoD-Medium-Full", observation=["message"], prompts=prompts) as env:
+        env.reset(seed=0, options={"task": "WoD-Medium-Full:3"})
+        observation, *_, info = env.step(prefix)
+        assert observation.startswith("The game asks: In what direction? Answer with one of: north,")
+        assert (info["message"], info["admissible"][-1]) == ("", "escape")
+        assert env.step("inventory")[4]["action"] is None
+        *_, info = env.step("north")
+        assert info["message"] in ("It's a wall.", "You harmlessly attack the wall.")
+        env.step(prefix)
+        *_, info = env.step("escape")
+        assert len(info["admissible"]) > 50
+        assert env.step("inventory")[4]["message"].startswith("Weapons")
+
+
 def test_menus_are_chosen_from():
     with own() as env:
         env.reset(seed=0)
