@@ -516,7 +516,7 @@ def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[ar
     if not options.config:
         raise InputError(f"no config given: --config=FILE. Known: {', '.join(available())}.")
     config = override(load(options.config), rest)
-    if config.exact:
+    if config.get("exact"):
         make_exact(config)
     check(config)
     return options, config

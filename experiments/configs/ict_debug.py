@@ -2,8 +2,10 @@
 
 Shows that everything is wired, not that anything is learned.
 
-Time: a minute on two cores, most of it compiling.
-Command: metagym ict collect --config=ict_debug, then metagym train --config=ict_debug, then metagym ict eval
+Time: a minute on two cores, most of it compiling. Expected: returns at chance.
+Command: metagym ict collect --config=ict_debug, then
+make train CONFIG=experiments/configs/ict_debug.py ARGS=--workdir=DIR, then
+metagym ict eval --config=ict_debug --workdir=DIR
 """
 
 from metagym.experiments.config import base, ict_evaluation

@@ -5,8 +5,9 @@ trains it on them with the reward of the replayed batch. `ict_paper_k5` is the s
 `ict_paper_minihack` with MiniHack. What the paper does not say is marked "not in the paper" below.
 
 Needs accelerators (the reflector's weights, moments and gradients in float32 are 120 GB) and ALFWorld's data.
-Not run here; `tests/experiments/ict_test.py` checks that it can be built, down to the model.
-Command: metagym ict collect --config=ict_paper, metagym train --config=ict_paper --workdir=DIR, then
+Time: not run. Expected: what the paper reports; nothing was measured with this code.
+Command: metagym ict collect --config=ict_paper, then
+make train CONFIG=experiments/configs/ict_paper.py ARGS=--workdir=DIR, then
 metagym ict eval --config=ict_paper --workdir=DIR
 """
 

@@ -1,4 +1,9 @@
-"""The setting of the paper on In-Context Training with MiniHack, and transfer to ALFWorld; see ict_paper."""
+"""The setting of the paper on In-Context Training with MiniHack, and transfer to ALFWorld; see ict_paper.
+
+Time: not run. Expected: what the paper reports; nothing was measured with this code.
+Command: as for ict_paper, with
+make train CONFIG=experiments/configs/ict_paper_minihack.py ARGS=--workdir=DIR
+"""
 
 from metagym.experiments.config import ict_evaluation
 from metagym.experiments.configs import ict_paper

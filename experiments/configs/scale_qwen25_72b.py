@@ -2,7 +2,9 @@
 
 AdamW with f32 master weights, bf16 products, splash attention, a chunked head, sixteen packed rows a step.
 With 128 or 64 chips: mesh.fsdp and batch.rows 8 or 4. docs/scale.md has what it takes of each chip.
-Command: metagym doctor --compile=scale_qwen25_72b --topology=v5p:8x8x4
+Time: not run on such a machine. Expected: that it fits; nothing is known of what it learns.
+Command: metagym doctor --compile=scale_qwen25_72b --topology=v5p:8x8x4; on the machine itself
+make train CONFIG=experiments/configs/scale_qwen25_72b.py
 """
 
 from metagym.experiments.config import base

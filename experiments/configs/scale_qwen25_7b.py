@@ -1,7 +1,9 @@
 """Qwen2.5-7B at 32,768 tokens: GRPO on sixteen v5e or v6e chips. Sized by `metagym doctor --compile`.
 
 AdamW with f32 master weights, bf16 products, splash attention. docs/scale.md has what it takes of each chip.
-Command: metagym doctor --compile=scale_qwen25_7b --topology=v6e:4x4
+Time: not run on such a machine. Expected: that it fits; nothing is known of what it learns.
+Command: metagym doctor --compile=scale_qwen25_7b --topology=v6e:4x4; on the machine itself
+make train CONFIG=experiments/configs/scale_qwen25_7b.py
 """
 
 from metagym.experiments.config import base

@@ -2,7 +2,9 @@
 
 Sized by `metagym doctor --compile`. Experts are split over the mesh axis `expert`, tokens of a row over
 `context`. docs/scale.md has what it takes of each chip.
-Command: metagym doctor --compile=scale_qwen3_30b --topology=v5p:4x4x4
+Time: not run on such a machine. Expected: that it fits; nothing is known of what it learns.
+Command: metagym doctor --compile=scale_qwen3_30b --topology=v5p:4x4x4; on the machine itself
+make train CONFIG=experiments/configs/scale_qwen3_30b.py
 """
 
 from metagym.experiments.config import base

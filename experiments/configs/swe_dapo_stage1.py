@@ -3,7 +3,7 @@
 From the weights that swe_rft ended with (`--config.model.name=DIR`): learning rate 1e-6, groups of ten, clip
 0.2 and 0.3, a penalty on episodes of more than ten turns, groups whose outcomes are all equal replaced.
 
-Time: not run.
+Time: not run. Expected: not known between the stages; swe_dapo_stage2 has the end of the recipe.
 Command: make train CONFIG=experiments/configs/swe_dapo_stage1.py
 """
 

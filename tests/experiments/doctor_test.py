@@ -21,6 +21,7 @@ def test_this_environment_is_found_in_order(capsys):
         "extra [train]": "ok",
         "extra [minihack]": "ok",
         "extra [dev]": "ok",
+        "extra [swe]": "ok",
     }
     assert doctor.weights().status == "ok"
 
