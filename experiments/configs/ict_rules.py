@@ -7,7 +7,8 @@ tuples that random actions as prompts made, reward of the replayed batch, one on
 reply is begun with ">", whatever the type; the rest, up to the end of the line, is sampled. Three forms of
 rules are never trained on: tools (one of four), keys (a pair), drums (an order).
 
-Time and Expected: about 13 CPU-minutes of training; experiments/README.md has what came out.
+Time: about 13 CPU-minutes of training. Expected: on forms of rules never trained on, a return of 85 % or more
+from the third meta-turn on, from 30 %; experiments/README.md has what came out.
 Command: metagym ict collect --config=ict_rules, then
 make train CONFIG=experiments/configs/ict_rules.py ARGS=--workdir=DIR, then
 metagym ict eval --config=ict_rules --workdir=DIR
