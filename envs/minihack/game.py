@@ -95,7 +95,9 @@ class _Recorder:
             self.said.append("\n".join(render.window_of(observation[self._screen])))
         self.asks = bool((internal[1] or internal[2]) and text and not internal[3] and not over)
         if "(For instructions type a" in text and not over:
-            self.points = text.partition("(For instructions")[0].strip()
+            before = self.said[-2].rpartition("  ")[2] if len(self.said) > 1 else ""
+            asked = text.partition("(For instructions")[0].strip()
+            self.points = asked or (before if before.endswith("?") else "Which place?")
 
 
 class Game:

@@ -469,6 +469,17 @@ def test_places_are_pointed_out():
         say(env, "jump")
         assert "9 steps" in env.step("staircase down")[0] or "steps east" in env.step("look")[0]
         assert say(env, "escape")[0][0] == "north"
+        say(env, "call")  # which says no more than how it is done
+        assert env.step("m")[0].startswith("The game asks: Which place? The cursor is here. Move")
+        assert "no monster there" in say(env, "east", "here")[1]
+    with own(wizard=True) as env:  # asked in a message of its own
+        env.reset(seed=0)
+        say(env, "wish", "2 blessed scrolls of teleportation")
+        scroll = say(env, "read")[0][-2]
+        assert "The game asks: Where do you want to be teleported? The cursor is here." in env.step(scroll)[0]
+        row, column = env._game._position()
+        say(env, "east", "east", "here")
+        assert env._game._position() == (row, column + 2)
 
 
 def test_wizard_mode():
