@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -119,7 +120,8 @@ def _list_worlds() -> int:
                 for line in _splits(table):
                     print(f"  {line}")
         except TypeError as error:  # a world of worlds, such as the meta-environments
-            print(f"{id}: {str(error).partition(' was raised from')[0]}")
+            needs = re.findall(r"'(\w+)'", str(error).partition(" was raised from")[0])
+            print(f"{id}: made of {' and '.join(f'{name}=' for name in needs)}")
         except MetaGymError as error:
             print(f"{id}: {error}")
     return 0

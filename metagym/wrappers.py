@@ -135,7 +135,7 @@ class AdmissibleHints(_TextWrapper):
         super().__init__(env, most=most, template=template)
         if (most is not None and most < 1) or "{actions}" not in template:
             raise InputError(
-                f'most must be at least 1 and the template hold "{{actions}}", got {template!r}.'
+                f'most must be at least 1 and the template hold "{{actions}}", got {most} and {template!r}.'
             )
         self._most, self._template = most, template
         inner = env.observation_space

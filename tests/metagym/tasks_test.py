@@ -28,6 +28,7 @@ def test_list_names_every_world_with_its_splits(capsys):
     assert "metagym/MiniHack-v0: 175,200,000 tasks of 146 types" in out
     assert "  valid_unseen: none, since there are no ALFWorld games on this machine: set $ALFW" in out
     assert "split='generated_test'" in out
+    assert "metagym/ICT-v0: made of world= and actor=\n" in out
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
