@@ -245,6 +245,38 @@ def test_an_env_that_differs_in_a_vector_is_found(fault):
         check_text_env(make)
 
 
+class OneStep(TextEnv):
+    """Every episode ends with its first step."""
+
+    def __init__(self, **kwargs):
+        super().__init__(NumberedTasks(["a", "b"], {"train": range(20)}), max_chars=2000, **kwargs)
+
+    def _begin(self, task, seed, rng, options):
+        self._left, self._key = self._length(seed), int(rng.integers(1000))
+        return f"{task.id}: {self._key}", {}
+
+    def _act(self, action):
+        self._left -= 1
+        won = action == str(self._key)
+        return action[:1000], float(won), self._left == 0, False, {"success": won}
+
+    def _length(self, seed):
+        return 1
+
+
+class OneStepInTurns(OneStep):
+    """A second step where the seed is 1, as of the second env at its first reset: from then on one of the two
+    has always ended."""
+
+    def _length(self, seed):
+        return 1 + (seed == 1)
+
+
+@pytest.mark.parametrize("env", [OneStep, OneStepInTurns])
+def test_episodes_of_one_step_pass_in_vectors_too(env):
+    check_text_env(env, seeds_differ=True)
+
+
 def test_bad_actions_hold_what_they_should():
     assert "" in BAD_ACTIONS
     assert any(len(a) >= 10_000 for a in BAD_ACTIONS)
