@@ -28,6 +28,7 @@ Config: TypeAlias = Any  # a ConfigDict; its fields have no static types
 
 CONFIGS = Path(__file__).parent / "configs"
 SECRET = re.compile(r"token$|secret|password|passwd|api_?key|credential", re.IGNORECASE)
+FIELD = re.compile(r"--?(no)?config\.([^=]*)")  # what an argument sets
 HIDDEN = "<secret, not recorded>"
 # Mappings that a config file fills with names of its own.
 OPEN = (
@@ -417,14 +418,16 @@ def _in_file(path: Path, error: Exception) -> InputError:
     return InputError(f"{where}: {type(error).__name__}: {what}. Fields are listed in experiments/config.py.")
 
 
-def override(config: Config, arguments: Sequence[str]) -> Config:
+def override(config: Config, arguments: Sequence[str], options: Sequence[str] = OPTIONS) -> Config:
     """Sets fields as `--config.path.to.field=value` says, with ml_collections' config_flags; in place.
 
-    `--flagfile=FILE` stands for the lines of FILE. Raises InputError for an unknown field or a wrong type.
+    `--flagfile=FILE` stands for the lines of FILE. `options`: what an unknown one could have been. Raises
+    InputError for an unknown field or a wrong type.
     """
     values = flags.FlagValues()
     try:
         arguments = values.read_flags_from_files(list(arguments), force_gnu=True)
+        _check_options(arguments, options)
         for argument in arguments:
             _check_name(config, argument)
         config_flags.DEFINE_config_dict(
@@ -440,12 +443,16 @@ def override(config: Config, arguments: Sequence[str]) -> Config:
     return config
 
 
+def _check_options(arguments: Sequence[str], known: Sequence[str]) -> None:
+    """Raises UnknownNameError for an argument that looks like an option and sets no field."""
+    for argument in arguments:
+        if argument.startswith("-") and not FIELD.match(argument):
+            raise UnknownNameError("option", argument.split("=")[0], [*known, "--config.FIELD"])
+
+
 def _check_name(config: Config, argument: str) -> None:
     """Raises UnknownNameError if an argument sets something that is not a field of the config."""
-    match = re.match(r"--?(no)?config\.([^=]*)", argument)
-    if not match:
-        if argument.startswith("-"):
-            raise UnknownNameError("option", argument.split("=")[0], [*OPTIONS, "--config.FIELD"])
+    if not (match := FIELD.match(argument)):
         return
     path, known = match[2], fields(config)
     if path in known or path in OPEN or any(name.startswith(f"{path}.") for name in known):
@@ -513,9 +520,11 @@ def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[ar
     Raises InputError for what is wrong in any of it: it names the field and what it could have been.
     """
     options, rest = parser.parse_known_args(list(arguments))
+    known = [*re.findall(r"--[\w-]+", parser.format_usage()), "--flagfile", "--help"]
     if not options.config:
+        _check_options([a for a in rest if not re.match("--?flagfile(=|$)", a)], known)
         raise InputError(f"no config given: --config=FILE. Known: {', '.join(available())}.")
-    config = override(load(options.config), rest)
+    config = override(load(options.config), rest, known)
     if config.get("exact"):
         make_exact(config)
     check(config)

@@ -14,6 +14,7 @@ from metagym.experiments import config as config_lib
 def parse(*arguments, file="debug"):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--config")
+    parser.add_argument("--workdir")
     return config_lib.parse([f"--config={file}", *arguments], parser)[1]
 
 
