@@ -11,6 +11,7 @@ begins (`_begin`) and what an action does (`_act`). Everything else is here:
 """
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, overload
@@ -69,11 +70,20 @@ class NumberedTasks(Sequence[Task]):
 
     `splits` maps a split's name to its numbers, disjoint ranges. In order: split by split, within a split
     number by number, within a number type by type; so the first `len(types)` tasks hold each type once.
+
+    Raises InputError for a type that occurs twice, and for splits that share numbers or hold negative ones.
     """
 
     def __init__(self, types: Iterable[str], splits: Mapping[str, range]):
         self.types = tuple(types)
         self._ranges = dict(splits)
+        if len(set(self.types)) != len(self.types):
+            raise InputError(f"a type occurs twice in {', '.join(self.types)}.")
+        if negative := [s for s, r in self._ranges.items() if len(r) and min(r[0], r[-1]) < 0]:
+            raise InputError(f"split {negative[0]!r} has negative numbers.")
+        for (a, one), (b, other) in itertools.combinations(self._ranges.items(), 2):
+            if one.step == other.step == 1 and max(one.start, other.start) < min(one.stop, other.stop):
+                raise InputError(f"splits {a!r} and {b!r} share numbers: {one} and {other}.")
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -307,8 +317,8 @@ class TextEnv(gym.Env[str, str]):
         self._episode, self._turn = (task, int(seed)), 0
         observation, info = self._begin(task, int(seed), episode_rng(task, int(seed)), options or {})
         self._running = True
-        self._last = observation
-        return observation, self._info(info)
+        self._last = clean(observation)
+        return self._last, self._info(info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Acts. Any text is fine: the world answers nonsense in its observation.
@@ -327,8 +337,8 @@ class TextEnv(gym.Env[str, str]):
         if self.max_turns is not None and self._turn >= self.max_turns and not terminated:
             truncated = True
         self._running = not (terminated or truncated)
-        self._last = observation
-        return observation, float(reward), bool(terminated), bool(truncated), self._info(info)
+        self._last = clean(observation)
+        return self._last, float(reward), bool(terminated), bool(truncated), self._info(info)
 
     def close(self) -> None:
         """Ends the episode. Idempotent; a later reset begins another."""

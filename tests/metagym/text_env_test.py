@@ -48,6 +48,20 @@ def test_numbered_tasks_are_listed_without_being_held():
         tasks[len(tasks)]
 
 
+@pytest.mark.parametrize(
+    ("types", "splits", "message"),
+    [
+        ("aba", SPLITS, "a type occurs twice"),
+        ("ab", {"train": range(10), "test": range(9, 20)}, "splits 'train' and 'test' share numbers"),
+        ("ab", {"train": range(-1, 10)}, "split 'train' has negative numbers"),
+    ],
+)
+def test_numbers_that_would_be_of_two_splits_are_refused(types, splits, message):
+    with pytest.raises(InputError, match=message):
+        NumberedTasks(types, splits)
+    assert len(NumberedTasks("ab", {"even": range(0, 9, 2), "odd": range(1, 9, 2), "none": range(0)})) == 18
+
+
 @given(st.integers(0, 3 * (2 * 10**9 + 7) - 1))
 def test_every_numbered_task_is_found_by_its_id(index):
     tasks = NumberedTasks(["a", "b:x", "c"], SPLITS)
@@ -214,6 +228,18 @@ def test_a_lone_surrogate_reaches_the_world_as_a_question_mark():
     env = EchoEnv()
     env.reset(seed=0)
     assert env.step("a\ud800b")[0] == "a?b"
+
+
+def test_a_lone_surrogate_of_the_world_is_a_question_mark():
+    class Odd(EchoEnv):
+        def _begin(self, *arguments):
+            return "\ud800", {}
+
+        def _act(self, action: str):
+            return "b\udfff", 0.0, False, False, {}
+
+    env = Odd(render_mode="ansi")
+    assert (env.reset(seed=0)[0], env.render(), env.step("x")[0]) == ("?", "?", "b?")
 
 
 def test_after_a_failure_of_the_world_a_reset_is_needed_and_helps():
