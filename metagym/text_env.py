@@ -244,7 +244,8 @@ class TextEnv(gym.Env[str, str]):
             raise InputError(f"split= takes one name, or None for all, got {split!r:.100}.")
         _names("split", split, world.splits)
         chosen = _names("type", types, world.types)
-        if max_turns is not None and not (isinstance(max_turns, int | np.integer) and max_turns >= 1):
+        whole = isinstance(max_turns, int | np.integer) and not isinstance(max_turns, bool)
+        if max_turns is not None and not (whole and max_turns >= 1):
             raise InputError(f"max_turns must be an int of at least 1, or None, got {max_turns!r:.100}.")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise UnknownNameError("render mode", render_mode, self.metadata["render_modes"])

@@ -111,6 +111,8 @@ def test_split_types_and_tasks_select():
         ({"max_turns": 0}, "max_turns"),
         ({"max_turns": "9"}, "max_turns must be an int"),
         ({"max_turns": float("nan")}, "max_turns must be an int"),
+        ({"max_turns": 2.5}, "max_turns must be an int"),
+        ({"max_turns": True}, "max_turns must be an int"),
         ({"types": 5}, "types= takes a str or several, got int: 5"),
         ({"types": ["a", 5]}, "types= takes a str or several, got int: 5"),
         ({"tasks": 5}, "tasks= takes a str or several, got int: 5"),
