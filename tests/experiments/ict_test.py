@@ -1,19 +1,24 @@
 """Collecting, training and measuring a reflector, with a tiny random model; errors are told."""
 
 import contextlib
+import itertools
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from metagym import cli
 from metagym.errors import InputError
+from metagym.experiments import build, ict, ict_report
 from metagym.experiments import config as config_lib
-from metagym.experiments import ict, ict_report
 from metagym.meta import read_experience
+from metagym.models import Decoder, param_shardings
 from metagym.proxy.session import Session
 from metagym.rl.metrics import read_jsonl
+from metagym.rl.train_step import abstract_state
 from metagym.types import Message
 
 
@@ -185,3 +190,77 @@ def test_intervals():
 def test_valid_actions_may_count():
     config = config_lib.changed(config_lib.load("ict_debug"), ict__valid_weight=0.5)
     assert isinstance(ict.build_hooks(config), ict.ValidActions)
+
+
+PAPER = [name for name in config_lib.available() if name.startswith("ict_paper")]
+
+
+GENERATED = {"train": "generated", "valid_seen": "generated_validation"}
+
+
+def without_downloads(config, data):
+    """A setting of the paper with tiny random models, games that are made here, and no run in its rows."""
+    config = config_lib.changed(config, model__name="random", model__chat_template="plain", mesh__fsdp=1)
+    config = config_lib.changed(config, actor__slots=1, actor__context=512, world__kwargs__data=str(data))
+    rows = {name: {**row, "runs": 0} for name, row in config.ict.evaluate.to_dict().items()}
+    for row in rows.values():
+        if "ALFWorld" in (row["world"] or config.ict.world):
+            row |= {s: GENERATED[row[s]] for s in ("split", "validation_split")}
+    split = GENERATED[config.ict.split] if "ALFWorld" in config.ict.world else config.ict.split
+    return config_lib.changed(config, ict__evaluate=rows, ict__split=split, world__split=split)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_settings_can_be_built(name, tmp_path):
+    """All but the weights: worlds, actor, tuples, rows of the evaluation."""
+    data, told = tmp_path / "tuples.jsonl", []
+    config = without_downloads(config_lib.load(name), data)
+    with contextlib.ExitStack() as stack:
+        made = ict.world_arguments(config, stack, tmp_path)
+        envs = ict.Envs(**ict.ict_arguments(config, made["actor"]))
+        stack.callback(envs.close)
+        assert envs.types == tuple(config.ict.types)
+        with envs.one() as env:
+            meta = env.unwrapped
+            lines = []
+            for kind in envs.types:
+                first, then = itertools.islice(meta.draws(kind, 0, config.ict.k), 2)
+                batches = [[(task.id, seed) for task, seed in batch] for batch in (first, then)]
+                record = {"id": f"x/{kind}", "type": kind, "split": meta.inner.split, "world": meta.inner.id}
+                record |= {"world_kwargs": meta.inner.kwargs, "prompt": None, "observation": "seen"}
+                record |= {"batch": batches[0], "returns": [0.0] * config.ict.k, "score": 0.0}
+                lines.append(json.dumps(record | {"next": batches[1]}) + "\n")
+        data.write_text("".join(lines))
+        assert {e.type for e in read_experience(data)} == set(config.ict.types)
+        world = build.build_env(config, **made)
+        stack.callback(world.close)
+        assert world.reset(seed=0)[0] == "seen"
+    assert ict.evaluate(config, tmp_path / "ict", tmp_path, told.append) == []
+    assert "0 runs, 0 are left" in told[0]
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_models_and_updates_have_their_shapes(name):
+    config = config_lib.load(name)
+    config_lib.check(config)
+    agent = build.build_agent(config)
+    assert config.agent.args.goal in agent.prompt("seen", {}, 0)
+    shape = build.model_config(config)
+    assert (
+        build.model_config(config_lib.changed(config, model__name=config.actor.model or config.model.name))
+        == shape
+    )
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(shape)))
+    assert sum(p.size for p in jax.tree.leaves(params)) == 7_615_616_512  # as published
+    mesh, optimizer = build.build_mesh(config), build.build_optimizer(config)
+    params = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        params,
+        param_shardings(params, mesh),
+    )
+    state = abstract_state(params, optimizer, mesh)
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.opt_state)))
+    assert held == pytest.approx(3 * 4 * 7_615_616_512, rel=1e-6)  # weights and two moments
+    build.build_policy(config, mesh)(graphdef)
+    assert build.build_algorithm(config).name == "grpo"
+    assert config.batch.length >= config.sampling.context
