@@ -25,6 +25,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,15 @@ async def soak(seconds: float) -> dict[str, Any]:
     return {**counts, **wrong, "seconds": seconds, "MB at the start": warm[0], "MB at the end": warm[-1]}
 
 
+def numbers(found: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, list[float]]]:
+    """Every number in nested results, by its path."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from numbers(value, f"{prefix}{name}, ")
+        elif not isinstance(value, str):
+            yield f"{prefix}{name}", [value]
+
+
 async def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -390,6 +400,7 @@ async def main() -> int:
         print(name, json.dumps(results[name], indent=2), flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
+    print(json.dumps({"rates": dict(numbers(results)), "unit": ""}))  # for run.py
     bad = results.get("soak", {})
     return int(bool(bad.get("lost") or bad.get("twice")))
 

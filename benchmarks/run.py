@@ -77,6 +77,8 @@ CASES = (
     Case("render", "MiniHack step with and without text", ("render", "float32", "{repeats}")),
     Case("isolation", "MiniHack in a worker process", ("isolation", "float32", "{repeats}")),
     Case("async", "rollouts beside training", ("{repeats}",), script="async_rollouts.py"),
+    Case("meta", "meta-environments", ("{repeats}",), script="meta.py"),
+    Case("proxy", "proxy", (), script="proxy.py"),
 )
 
 
