@@ -137,6 +137,15 @@ def test_threads_are_bounded_and_joined():
         ThreadExecutor(0)
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt, though the shell that started the tests in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_promptly_though_an_episode_hangs():
     release, begun = threading.Event(), []
 
