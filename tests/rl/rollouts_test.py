@@ -139,7 +139,7 @@ def test_threads_are_bounded_and_joined():
 
 @pytest.fixture
 def ctrl_c():
-    """SIGINT raises KeyboardInterrupt, though the shell that started the tests in the background ignores it."""
+    """SIGINT raises KeyboardInterrupt, though a shell that starts tests in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
