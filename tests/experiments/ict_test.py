@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer
 
 from metagym import cli
 from metagym.errors import InputError
@@ -16,6 +17,8 @@ from metagym.experiments import build, ict, ict_report
 from metagym.experiments import config as config_lib
 from metagym.meta import read_experience
 from metagym.models import Decoder, param_shardings
+from metagym.proxy.backends.embedded import EmbeddedBackend
+from metagym.proxy.render import Renderer
 from metagym.proxy.session import Session
 from metagym.rl.metrics import read_jsonl
 from metagym.rl.train_step import abstract_state
@@ -174,6 +177,56 @@ def test_an_engine_as_actor_says_what_it_is(tmp_path):
         assert isinstance(one, Session)
         assert isinstance(other, Session)
         assert one.chat(hello) == other.chat(hello)
+
+
+# As Qwen2.5 writes it: without a system message the template makes one up.
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}"
+    "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("initial", ["", "Be brief."])
+def test_the_engine_sees_the_prompt_and_no_other_system_message(initial, tmp_path, monkeypatch):
+    config = config_lib.changed(config_lib.load("ict_debug"), ict__k=1, ict__prompt=initial)
+    config.actor.kind, config.actor.chat_template = "engine", DEFAULT_SYSTEM
+    config.actor.max_tokens, config.actor.max_turns = 3, 2
+    seen, submit = [], EmbeddedBackend.submit
+
+    def spy(self, prompt_ids, sampling):
+        seen.append([int(i) for i in prompt_ids])
+        return submit(self, prompt_ids, sampling)
+
+    monkeypatch.setattr(EmbeddedBackend, "submit", spy)
+    with contextlib.ExitStack() as stack:
+        envs = ict.Envs(**ict.ict_arguments(config, ict.build_actor(config, stack, tmp_path)))
+        stack.callback(envs.close)
+        directory = tmp_path / "actor" / "random_model"
+        assert "You are a helpful assistant." in Renderer.from_dir(directory, DEFAULT_SYSTEM).default_system
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+        def ids(text):
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+        start, block = ids("<|im_start|>"), ids("<|im_start|>system")
+        assert len(start) == 1
+        with envs.one() as env:
+            for prompt in (None, "Open the red door.", ""):
+                seen.clear()
+                if prompt is None:
+                    env.reset(seed=0, options={"task": "doors-red:0"})
+                else:
+                    env.step(prompt)
+                text = initial if prompt is None else prompt
+                system = f"<|im_start|>system\n{text}<|im_end|>\n" if text else ""
+                opening = ids(f"{system}<|im_start|>user\n")
+                assert len(seen) == 2  # turns
+                for tokens in seen:
+                    assert tokens[: len(opening)] == opening
+                    assert sum(tokens[i : i + len(block)] == block for i in range(len(tokens))) == bool(text)
+                assert seen[0].count(start[0]) == bool(text) + 2  # the user's, and the reply's
 
 
 def test_intervals():
