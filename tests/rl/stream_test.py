@@ -214,11 +214,9 @@ def test_out_of_order_a_hung_episode_holds_nothing_up(stream):
         return clock.play(request)
 
     one = stream(play, staleness=1, in_order=False)
-    start = time.monotonic()
-    found = steps(one, clock, 4)
-    assert time.monotonic() - start < 1.5
-    assert [p for _, places in found for p in places] == [0, 2, 3, 4, 5, 6, 7, 8]
-    release.set()
+    found = [p for _, places in steps(one, clock, 4) for p in places]
+    release.set()  # not before the four steps were full
+    assert len(set(found)) == 8 and 1 not in found
 
 
 def test_what_was_not_trained_is_played_again_after_a_resume(stream):
