@@ -5,7 +5,7 @@ staircase within eight moves, one on-policy update a step. Every turn is a conve
 example, the observation, and one sampled token that is the action. Room-Random-15x15 is never trained on: a
 small room has few distinct starts, the large one shows that the meaning of the words was learned.
 
-Time: 5 to 8 minutes on two cores without an accelerator, below 5 GB. Expected, success on held-out seeds at
+Time: 5 to 8 minutes on two cores without an accelerator, about 5 GB. Expected, success on held-out seeds at
 temperature 1: small room (200 seeds, 8 moves) from 34 % to 100 %, large room (100 seeds, 40 moves) from 29 %
 to 100 %.
 Command: make train, or make train CONFIG=experiments/configs/minihack_room.py
