@@ -29,7 +29,7 @@ from metagym.live import Live
 from metagym.types import ExecResult
 
 SUPERVISOR = r"""
-exec 3<&0 </dev/null
+exec 3<&0 </dev/null 2>/dev/null
 trap 'kill -9 -1' USR1
 while read -r go <&3; do
   (echo 500 >/proc/self/oom_score_adj; exec bash --noprofile --norc <&3 3<&-) 2>&1 &
