@@ -349,7 +349,6 @@ print(max(peak, anonymous()) - before)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_takes_little_more_than_the_weights(tmp_path):
     """On four devices of one process, which reads each one's parts of every tensor; pages of the file that
     the system maps are not counted."""
