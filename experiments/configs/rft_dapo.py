@@ -14,39 +14,16 @@ success on 100 held-out seeds at temperature 1 rises from 21 %; how far was not 
 Command: make train CONFIG=experiments/configs/rft_dapo.py
 """
 
-from metagym.experiments.config import base, evaluation, phase
-
-FORMAT = 'Walk to it. Reply with JSON. Example: 1 step south and 3 steps west: {"action": "west"}'
+from metagym.experiments.config import evaluation, phase
+from metagym.experiments.configs import minihack_json
 
 
 def get_config():
-    config = base()
+    config = minihack_json.get_config()
     config.steps = 8
-    config.model.name = "smollm2-135m"
-    config.model.memory = 0.3
-
-    config.world.id = "metagym/MiniHack-v0"
-    config.world.types = ("MiniHack-Room-Random-5x5-v0",)
-    config.world.kwargs.observation = "compact"
-    config.world.kwargs.actions = ("north", "south", "east", "west")
-    config.world.kwargs.reward = "sparse"
-    config.world.kwargs.max_turns = 8
-
-    config.agent.kind = "json_action"
-    config.agent.prefix = '{"action": "'
-    config.agent.args.format = FORMAT
     config.agent.args.max_format_errors = 2
     config.agent.max_turns = 4
-    config.sampling.max_tokens = 6
     config.sampling.context = 256
-
-    config.groups_per_step = 8
-    config.group_size = 8
-    config.max_workers = 32
-    config.batch.rows = 2
-    config.batch.length = 512
-    config.engine.slots = 32
-    config.engine.page_size = 8
 
     config.algorithm.name = "rft"
     config.batch.minibatches = 4

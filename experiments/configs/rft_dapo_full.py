@@ -10,22 +10,13 @@ Time: not run. Expected: the paper (arXiv:2508.03501) reports 39 % on SWE-bench 
 Command: make train CONFIG=experiments/configs/rft_dapo_full.py
 """
 
-from metagym.experiments.config import base, phase
+from metagym.experiments.config import phase
+from metagym.experiments.configs import scale_qwen25_72b
 
 
 def get_config():
-    config = base()
+    config = scale_qwen25_72b.get_config()
     config.steps = 130
-    config.model.name = "Qwen/Qwen2.5-72B-Instruct"
-    config.model.yarn = 4.0
-    config.model.compute_dtype = "bfloat16"
-    config.model.engine_dtype = "bfloat16"
-    config.model.chunk = 512
-    config.model.memory = 0.0
-    config.mesh.fsdp = 16
-    config.mesh.context = 16
-    config.batch.rows = 16
-    config.batch.length = 131072
 
     config.world.id = "metagym/SWE-v0"
     config.agent.kind = "react"

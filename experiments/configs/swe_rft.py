@@ -9,22 +9,12 @@ Time: not run. Expected: the paper (arXiv:2508.03501) reports 20 % on SWE-bench 
 Command: make train CONFIG=experiments/configs/swe_rft.py
 """
 
-from metagym.experiments.config import base
+from metagym.experiments.configs import scale_qwen25_72b
 
 
 def get_config():
-    config = base()
+    config = scale_qwen25_72b.get_config()
     config.steps = 1
-    config.model.name = "Qwen/Qwen2.5-72B-Instruct"
-    config.model.yarn = 4.0
-    config.model.compute_dtype = "bfloat16"
-    config.model.engine_dtype = "bfloat16"
-    config.model.chunk = 512
-    config.model.memory = 0.0
-    config.mesh.fsdp = 16
-    config.mesh.context = 16
-    config.batch.rows = 16
-    config.batch.length = 131072
 
     config.world.id = "metagym/SWE-v0"
     config.world.kwargs.warm = 4
