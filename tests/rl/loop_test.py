@@ -41,17 +41,17 @@ class BanditBackend:
     """Samples one token after the prompt from the tiny policy, in numpy."""
 
     def __init__(self, error=0.0):
-        self.params, self.version, self.error = None, -1, error
+        self.weights, self.error = None, error
         self.loads = []
 
     def load(self, params, version):
-        self.params = {k: np.array(v) for k, v in jax.device_get(params).items()}
-        self.version = version
+        # One assignment, since episodes are asking meanwhile: no token has the name of other weights.
+        self.weights = {k: np.array(v) for k, v in jax.device_get(params).items()}, version
         self.loads.append(version)
 
     def submit(self, prompt_ids, sampling):
-        p = self.params
-        assert p is not None
+        assert self.weights is not None
+        p, version = self.weights
         last, before = prompt_ids[-1], prompt_ids[-2]
         hidden = np.tanh(p["token"][last] + p["previous"][before] + p["position"][len(prompt_ids) - 1])
         logits = (hidden @ p["out"]).astype(np.float64)
@@ -62,7 +62,7 @@ class BanditBackend:
             Generation(
                 np.array([token], np.int32),
                 np.array([logp[token] - self.error], np.float32),
-                np.array([self.version], np.int32),
+                np.array([version], np.int32),
                 "length",
             )
         )
