@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from metagym.rl.types import Algorithm, Batch, CorrectionFn, Reduction
+from metagym.rl.types import Algorithm, Batch, CorrectionFn, LossInputs, Reduction
 
 MAX_LOG_RATIO = 20.0
 
@@ -71,147 +71,73 @@ def clipped_surrogate(
 
 
 def ppo_loss(
-    l: jax.Array,
-    o: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    segments: jax.Array,
-    *,
-    low: float,
-    high: float,
-    dual: float | None = None,
+    x: LossInputs, *, low: float, high: float, dual: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The clipped surrogate with one ratio a token, as GRPO (2402.03300) and DAPO (2503.14476) use it."""
-    del mask, segments
-    return clipped_surrogate(log_ratio(l, o), advantages, low=low, high=high, dual=dual)
+    return clipped_surrogate(log_ratio(x.logprobs, x.old), x.advantages, low=low, high=high, dual=dual)
 
 
 def gspo_loss(
-    l: jax.Array,
-    o: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    segments: jax.Array,
-    *,
-    low: float,
-    high: float,
-    dual: float | None = None,
+    x: LossInputs, *, low: float, high: float, dual: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """GSPO (2507.18071): the clipped surrogate with one ratio a sequence, the geometric mean of its
     tokens'."""
-    ratios = over_segments(log_ratio(l, o), mask, segments)
-    return clipped_surrogate(ratios, advantages, low=low, high=high, dual=dual)
+    ratios = over_segments(log_ratio(x.logprobs, x.old), x.mask, x.segments)
+    return clipped_surrogate(ratios, x.advantages, low=low, high=high, dual=dual)
 
 
-def cispo_loss(
-    l: jax.Array, o: jax.Array, advantages: jax.Array, mask: jax.Array, segments: jax.Array, *, cap: float
-) -> tuple[jax.Array, jax.Array]:
+def cispo_loss(x: LossInputs, *, cap: float) -> tuple[jax.Array, jax.Array]:
     """CISPO (2506.13585): -sg(min(r, cap)) A l. The weight is cut, the gradient of no token is."""
-    del mask, segments
-    ratio = jnp.exp(log_ratio(l, o))
+    ratio = jnp.exp(log_ratio(x.logprobs, x.old))
     weight = jax.lax.stop_gradient(jnp.minimum(ratio, cap))
-    return -weight * advantages * l, (ratio > cap).astype(jnp.float32)
+    return -weight * x.advantages * x.logprobs, (ratio > cap).astype(jnp.float32)
 
 
-def log_loss(
-    l: jax.Array, o: jax.Array, advantages: jax.Array, mask: jax.Array, segments: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def log_loss(x: LossInputs) -> tuple[jax.Array, jax.Array]:
     """-A l: supervised fine-tuning where A is 1, REINFORCE where it is an advantage. No bound, no ratio."""
-    _check(l, o, advantages, mask, segments)
-    return -advantages * l, jnp.zeros_like(l)
+    _check(*x)
+    return -x.advantages * x.logprobs, jnp.zeros_like(x.logprobs)
 
 
-# Corrections for the distance between the policies: (l, o, q, A, mask, segments) -> detached weights
-# f32[B, L] that the policy loss is multiplied with. A sequence is a segment, as in GSPO.
+# Corrections for the distance between the policies: detached weights f32[B, L] that the policy loss is
+# multiplied with. A sequence is a segment, as in GSPO.
 
 
-def truncated_importance(
-    l: jax.Array,
-    o: jax.Array,
-    q: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    segments: jax.Array,
-    *,
-    cap: float = 2.0,
-) -> jax.Array:
+def truncated_importance(x: LossInputs, *, cap: float = 2.0) -> jax.Array:
     """TIS: min(exp(o - q), cap)."""
-    del l, advantages, mask, segments
-    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(o, q)), cap))
+    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(x.old, x.behavior)), cap))
 
 
-def icepop(
-    l: jax.Array,
-    o: jax.Array,
-    q: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    segments: jax.Array,
-    *,
-    low: float = 0.5,
-    high: float = 5.0,
-) -> jax.Array:
+def icepop(x: LossInputs, *, low: float = 0.5, high: float = 5.0) -> jax.Array:
     """IcePop (2510.18855): exp(o - q) inside [low, high], else 0."""
-    del l, advantages, mask, segments
-    weight = jnp.exp(log_ratio(o, q))
+    weight = jnp.exp(log_ratio(x.old, x.behavior))
     return jax.lax.stop_gradient(jnp.where((weight >= low) & (weight <= high), weight, 0.0))
 
 
-def sequence_importance(
-    l: jax.Array,
-    o: jax.Array,
-    q: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    segments: jax.Array,
-    *,
-    cap: float = 2.0,
-) -> jax.Array:
+def sequence_importance(x: LossInputs, *, cap: float = 2.0) -> jax.Array:
     """TIS with one weight a sequence: min(exp(sum of o - q), cap)."""
-    del l, advantages
-    total = over_segments(log_ratio(o, q), mask, segments, mean=False)
+    total = over_segments(log_ratio(x.old, x.behavior), x.mask, x.segments, mean=False)
     return jax.lax.stop_gradient(jnp.minimum(jnp.exp(jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)), cap))
 
 
-def sequence_mask(
-    l: jax.Array,
-    o: jax.Array,
-    q: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    segments: jax.Array,
-    *,
-    low: float = 0.5,
-    high: float = 2.0,
-) -> jax.Array:
+def sequence_mask(x: LossInputs, *, low: float = 0.5, high: float = 2.0) -> jax.Array:
     """1 for a sequence whose exp(mean of o - q) lies in [low, high], else 0: sampler and trainer disagree."""
-    del l, advantages
-    ratio = jnp.exp(over_segments(log_ratio(o, q), mask, segments))
+    ratio = jnp.exp(over_segments(log_ratio(x.old, x.behavior), x.mask, x.segments))
     return jax.lax.stop_gradient(((ratio >= low) & (ratio <= high)).astype(jnp.float32))
 
 
-def off_policy_mask(
-    l: jax.Array,
-    o: jax.Array,
-    q: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    segments: jax.Array,
-    *,
-    bound: float,
-) -> jax.Array:
+def off_policy_mask(x: LossInputs, *, bound: float) -> jax.Array:
     """DeepSeek-V3.2 (2512.02556): 0 where A < 0 and the mean of q - l over the sequence is above `bound`,
     else 1: what the policy has left behind is not pushed down further."""
-    del o
-    gone = over_segments(log_ratio(q, l), mask, segments) > bound
-    return jax.lax.stop_gradient(jnp.where(gone & (advantages < 0), 0.0, 1.0))
+    gone = over_segments(log_ratio(x.behavior, x.logprobs), x.mask, x.segments) > bound
+    return jax.lax.stop_gradient(jnp.where(gone & (x.advantages < 0), 0.0, 1.0))
 
 
 def product(*corrections: CorrectionFn) -> CorrectionFn:
     """The correction whose weights are the products of several corrections' weights."""
 
-    def weights(*args: jax.Array) -> jax.Array:
-        return functools.reduce(jnp.multiply, [c(*args) for c in corrections])
+    def weights(x: LossInputs) -> jax.Array:
+        return functools.reduce(jnp.multiply, [c(x) for c in corrections])
 
     return weights
 
@@ -286,12 +212,12 @@ def loss_terms(
 
     l, entropy = masked(logprobs), masked(entropy)
     o = jnp.where(on_policy, jax.lax.stop_gradient(l), masked(batch.old_logprobs))
-    advantages, weight = masked(batch.advantages), masked(batch.weight)
-    loss, clipped = algorithm.policy_loss(l, o, advantages, mask, jnp.asarray(batch.segments))
+    q, advantages = masked(batch.behavior_logprobs), masked(batch.advantages)
+    inputs = LossInputs(l, o, q, advantages, mask, jnp.asarray(batch.segments))
+    loss, clipped = algorithm.policy_loss(inputs)
     if algorithm.correction is not None:
-        q = masked(batch.behavior_logprobs)
-        loss = loss * algorithm.correction(l, o, q, advantages, mask, jnp.asarray(batch.segments))
+        loss = loss * algorithm.correction(inputs)
     if algorithm.kl is not None and algorithm.kl_in == "loss":
         loss = loss + algorithm.kl_coef * algorithm.kl(l, masked(batch.ref_logprobs))
     loss = loss - algorithm.entropy_coef * entropy
-    return jnp.sum(weight * masked(loss)), masked(clipped)
+    return jnp.sum(masked(batch.weight) * masked(loss)), masked(clipped)

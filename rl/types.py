@@ -4,7 +4,7 @@ algorithm."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -88,10 +88,23 @@ AdvantageFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 CreditFn = Callable[[Group, np.ndarray], Sequence[Advantage]]
 # an episode -> what of it is trained, or None
 SelectFn = Callable[[Trajectory], Trajectory | None]
-# (logprobs, old, advantages f32[B, L], mask bool[B, L], segments i32[B, L]) -> (loss, clipped f32[B, L])
-PolicyLossFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-# (logprobs, old, behavior, advantages f32[B, L], mask bool[B, L], segments i32[B, L]) -> weights f32[B, L]
-CorrectionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class LossInputs(NamedTuple):
+    """What a policy loss and a correction read of a batch; 0 off the mask."""
+
+    logprobs: jax.Array  # f32[B, L], l: of the policy that is trained
+    old: jax.Array  # f32[B, L], o: of the trainer's policy before its first update
+    behavior: jax.Array  # f32[B, L], q: as sampled
+    advantages: jax.Array  # f32[B, L], A
+    mask: jax.Array  # bool[B, L]
+    segments: jax.Array  # i32[B, L]
+
+
+# -> (loss f32[B, L], f32[B, L]: 1 where a bound stopped the gradient)
+PolicyLossFn = Callable[[LossInputs], tuple[jax.Array, jax.Array]]
+# -> weights f32[B, L], detached
+CorrectionFn = Callable[[LossInputs], jax.Array]
 # (logprobs, ref_logprobs f32[B, L]) -> f32[B, L]
 KLFn = Callable[[jax.Array, jax.Array], jax.Array]
 

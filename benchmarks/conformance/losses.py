@@ -34,7 +34,7 @@ from metagym.rl import advantages, losses  # noqa: E402
 from metagym.rl.algorithms import cispo, grpo, gspo, reinforce_pp, rft, rloo  # noqa: E402
 from metagym.rl.batching import empty_batch  # noqa: E402
 from metagym.rl.losses import loss_terms, token_weights  # noqa: E402
-from metagym.rl.types import Algorithm  # noqa: E402
+from metagym.rl.types import Algorithm, LossInputs  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "algorithms.md"
 BEGIN, END = "<!-- conformance: begin -->\n", "<!-- conformance: end -->"
@@ -145,8 +145,8 @@ def mask_of(data: dict[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
     found = []
     for o, q, mask in zip(data["o"], data["q"], data["mask"], strict=True):
         o, q = (np.where(mask > 0, x, 0.0).astype(dtype) for x in (o, q))
-        ones = np.ones(mask.shape, np.int32)
-        keep = losses.sequence_mask(o, o, q, o, jnp.asarray(mask > 0), jnp.asarray(ones), low=0.8, high=1.25)  # pyright: ignore
+        arrays = (o, o, q, o, mask > 0, np.ones(mask.shape, np.int32))
+        keep = losses.sequence_mask(LossInputs(*map(jnp.asarray, arrays)), low=0.8, high=1.25)
         found.append(np.asarray(keep) * mask)
     return {"loss": np.array(found)}
 
@@ -162,8 +162,8 @@ ICEPOP = {"correction": losses.icepop}
 def kl_of(kl: Any) -> Callable[..., Any]:
     """The KL term alone: the algorithm without its policy loss."""
 
-    def nothing(l: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
-        return 0.0 * l, 0.0 * l
+    def nothing(x: LossInputs) -> tuple[jax.Array, jax.Array]:
+        return 0.0 * x.logprobs, 0.0 * x.logprobs
 
     return loss_of(dataclasses.replace(rft(), policy_loss=nothing, kl=kl, kl_coef=1.0))
 

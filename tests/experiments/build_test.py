@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from metagym.errors import InputError
 from metagym.experiments import build
 from metagym.experiments import config as config_lib
 from metagym.rl import advantages, losses, shaping
+from metagym.rl.types import LossInputs
 from metagym.types import StopReason, Task, Trajectory, Turn
 
 NAMES = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce_pp", "rft", "rloo"]
@@ -48,12 +50,12 @@ def test_every_algorithm_takes_every_term(name):
     assert (made.entropy_coef, made.drop_equal) == (0.02, True)
     assert (made.credit, made.select) == (advantages.by_turn, shaping.complete)
     assert algorithm(name).kl is None  # no coefficient, no reference model
-    one = np.ones((1, 1), np.float32)
-    args = (one, 0 * one, -2 * one, one, one > 0, one.astype(np.int32))
+    one = jnp.ones((1, 1))
+    x = LossInputs(one, 0 * one, -2 * one, one, one > 0, jnp.ones((1, 1), jnp.int32))
     assert made.correction is not None
-    assert float(made.correction(*args)[0, 0]) == 0  # exp(2) is above 4, and out of the mask's [0.9, 2]
-    near = (one, 0 * one, -0.5 * one, *args[3:])
-    np.testing.assert_allclose(made.correction(*near), np.exp(0.5), rtol=1e-6)
+    assert float(made.correction(x)[0, 0]) == 0  # exp(2) is above 4, and out of the mask's [0.9, 2]
+    near = x._replace(behavior=-0.5 * one)
+    np.testing.assert_allclose(made.correction(near), np.exp(0.5), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("cispo", "rft")])

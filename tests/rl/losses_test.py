@@ -15,7 +15,7 @@ from metagym.rl.advantages import standardized
 from metagym.rl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp, rft, rloo
 from metagym.rl.batching import empty_batch
 from metagym.rl.losses import loss_terms, token_weights
-from metagym.rl.types import Algorithm
+from metagym.rl.types import Algorithm, LossInputs
 
 O = np.array([[-1, -0.5, -2, -0.3], [-0.7, -1.2, -0.1, -0.9]], np.float32)
 L = np.array([[-0.8, -0.9, -1, -0.3], [-0.7, -0.6, -0.1, -5]], np.float32)
@@ -24,6 +24,10 @@ A = np.array([1.5, -0.5], np.float32)[:, None].repeat(4, 1)
 X = np.array([[1, 0, 1, 1], [1, 1, 1, 0]], np.float32)
 Y = np.array([[1, 1, 1, 1], [1, 0, 0, 0]], np.float32)
 PPO = partial(losses.ppo_loss, low=0.2, high=0.28)
+
+
+def inputs(*arrays):
+    return LossInputs(*map(jnp.asarray, arrays))
 
 
 def algorithm(policy_loss=PPO, reduction="token-mean", **more) -> Algorithm:
@@ -120,28 +124,25 @@ def test_corrections():
     plain = algorithm()
     assert value(tis, batch_of(tis, q=O))[0] == value(plain, batch_of(plain))[0]
     everything = algorithm(correction=partial(losses.icepop, low=0.0, high=np.inf))
-    by_hand = losses.ppo_loss(L, O, A, X > 0, X, low=0.2, high=0.28)[0] * np.exp(O - Q)
+    by_hand = losses.ppo_loss(inputs(L, O, Q, A, X > 0, X), low=0.2, high=0.28)[0] * np.exp(O - Q)
     close(value(everything, batch_of(everything))[0], float((by_hand * X).sum() / 6))
 
 
 def test_sequence_corrections_by_hand():
     """Of batch X, sum over a row's trained tokens of o - q: row 1 .1 + .9 + 0, row 2 0."""
-    args = (L, O, Q, A, X > 0, np.ones_like(X, np.int32))
-    weights = losses.sequence_importance(*args, cap=2.0)
+    x = inputs(L, O, Q, A, X > 0, np.ones_like(X, np.int32))
+    weights = losses.sequence_importance(x, cap=2.0)
     close(weights[0], np.full(4, 2.0))
-    close(losses.sequence_importance(*args, cap=9.0)[0], np.full(4, np.e))
+    close(losses.sequence_importance(x, cap=9.0)[0], np.full(4, np.e))
     close(weights[1], np.ones(4))
     mean = np.exp(1.0 / 3)  # 1.3956
-    assert (
-        np.asarray(losses.sequence_mask(*args, low=0.5, high=mean + 0.01)).tolist()
-        == np.ones((2, 4)).tolist()
-    )
-    assert np.asarray(losses.sequence_mask(*args, low=0.5, high=mean - 0.01))[:, 0].tolist() == [0, 1]
-    assert np.asarray(losses.sequence_mask(*args, low=1.1, high=2.0))[:, 0].tolist() == [1, 0]
+    assert np.asarray(losses.sequence_mask(x, low=0.5, high=mean + 0.01)).tolist() == np.ones((2, 4)).tolist()
+    assert np.asarray(losses.sequence_mask(x, low=0.5, high=mean - 0.01))[:, 0].tolist() == [0, 1]
+    assert np.asarray(losses.sequence_mask(x, low=1.1, high=2.0))[:, 0].tolist() == [1, 0]
     # q - l over row 2: 0, -.6, 0 (mean -.2). Only rows with A < 0 are ever masked.
-    assert np.asarray(losses.off_policy_mask(*args, bound=-0.1))[:, 0].tolist() == [1, 1]
-    assert np.asarray(losses.off_policy_mask(*args, bound=-0.3))[:, 0].tolist() == [1, 0]
-    assert np.asarray(losses.off_policy_mask(L, O, Q, -A, *args[4:], bound=-0.8))[:, 0].tolist() == [0, 1]
+    assert np.asarray(losses.off_policy_mask(x, bound=-0.1))[:, 0].tolist() == [1, 1]
+    assert np.asarray(losses.off_policy_mask(x, bound=-0.3))[:, 0].tolist() == [1, 0]
+    assert np.asarray(losses.off_policy_mask(x._replace(advantages=-A), bound=-0.8))[:, 0].tolist() == [0, 1]
 
 
 def test_corrections_multiply():
@@ -176,9 +177,9 @@ def test_three_policies_are_kept_apart():
 
 
 def test_icepop_over_everything_is_plain_importance_sampling():
-    args = (L, O, Q, A, X > 0, X)
-    close(losses.icepop(*args, low=0.0, high=np.inf), np.exp(O - Q))
-    close(losses.icepop(*args, low=0.5, high=2.0)[0], [np.exp(0.1), 1, 0, 1])
+    x = inputs(L, O, Q, A, X > 0, X)
+    close(losses.icepop(x, low=0.0, high=np.inf), np.exp(O - Q))
+    close(losses.icepop(x, low=0.5, high=2.0)[0], [np.exp(0.1), 1, 0, 1])
 
 
 def test_the_log_loss():
@@ -228,9 +229,9 @@ def test_dual_clip():
     close(loss, [[3.0]])
     assert clipped[0, 0] == 1
     for made in (grpo, dapo, rloo, reinforce_pp, partial(dr_grpo, max_tokens=1)):
-        args = (jnp.asarray(l), jnp.asarray(o), jnp.asarray(a), l > 0, np.ones((1, 1), np.int32))
-        close(made(dual=3.0).policy_loss(*args)[0], [[3.0]])
-        close(made().policy_loss(*args)[0], [[np.exp(3.0)]])
+        x = inputs(l, o, o, a, l > 0, np.ones((1, 1), np.int32))
+        close(made(dual=3.0).policy_loss(x)[0], [[3.0]])
+        close(made().policy_loss(x)[0], [[np.exp(3.0)]])
 
 
 def test_kl_estimators():
@@ -334,9 +335,10 @@ def test_padding_side_and_length_change_nothing(rng, padding):
 def test_gspo_on_sequences_of_length_one_is_ppo(rng):
     ppo = algorithm(partial(losses.ppo_loss, low=0.2, high=0.28))
     batch, l = random_batch(rng, ppo, rows=6, length=1)
-    args = (l, batch.old_logprobs, batch.advantages, batch.mask > 0, batch.segments)
-    sequence = losses.gspo_loss(*args, low=0.2, high=0.28)
-    token = losses.ppo_loss(*args, low=0.2, high=0.28)
+    o = batch.old_logprobs
+    x = inputs(l, o, o, batch.advantages, batch.mask > 0, batch.segments)
+    sequence = losses.gspo_loss(x, low=0.2, high=0.28)
+    token = losses.ppo_loss(x, low=0.2, high=0.28)
     on = batch.mask > 0
     np.testing.assert_array_equal(np.asarray(sequence[0])[on], np.asarray(token[0])[on])
 
@@ -346,9 +348,10 @@ def test_gspo_on_sequences_of_length_one_is_ppo(rng):
 def test_every_policy_loss_is_positively_homogeneous(rng):
     for alg in (grpo(dual=3.0), gspo(dual=3.0), cispo(), rft()):
         batch, l = random_batch(rng, alg)
-        args = (batch.mask > 0, batch.segments)
-        one, _ = alg.policy_loss(l, batch.old_logprobs, batch.advantages, *args)
-        four, _ = alg.policy_loss(l, batch.old_logprobs, 4 * batch.advantages, *args)
+        o = batch.old_logprobs
+        x = inputs(l, o, o, batch.advantages, batch.mask > 0, batch.segments)
+        one, _ = alg.policy_loss(x)
+        four, _ = alg.policy_loss(x._replace(advantages=4 * x.advantages))
         np.testing.assert_array_equal(4 * np.asarray(one), np.asarray(four))
 
 
