@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from metagym.envs.swe import patches
+from metagym.envs.swe import images, patches
 from metagym.envs.swe.grading import LIMITS, Run, SandboxGrader, bring_tests, open_sandbox, put, run_tests
 from metagym.envs.swe.instances import Instance
 from metagym.errors import SandboxError
@@ -32,6 +32,7 @@ def observe(
 ) -> list[Run]:
     """Runs the tests several times, each in a fresh sandbox with a patch of ours. Raises SandboxError."""
     found = []
+    instance = images.ready(factory, instance)
     for _ in range(runs):
         sandbox = open_sandbox(factory, instance, limits)
         try:
@@ -62,15 +63,15 @@ def admit(
         test
         for test in instance.required
         for each in (before, after)
-        if len({run.outcomes.get(test, "missing") for run in each}) > 1
+        if len({run.outcome(test) for run in each}) > 1
     }
     fails = tuple(
         t
         for t in instance.fail_to_pass
-        if t not in flaky and after[0].outcomes.get(t) == "passed" and before[0].outcomes.get(t) != "passed"
+        if t not in flaky and after[0].outcome(t) == "passed" and before[0].outcome(t) != "passed"
     )
     passes = tuple(
-        t for t in instance.pass_to_pass if t not in flaky and after[0].outcomes.get(t) == "passed"
+        t for t in instance.required if t not in flaky and t not in fails and after[0].outcome(t) == "passed"
     )
     seconds = max(run.result.seconds for run in (*before, *after))
     if not fails:

@@ -91,23 +91,6 @@ def unpack(archive: Path, folder: Path) -> None:
                 tar.extract(member, folder, filter="fully_trusted", set_attrs=True)
 
 
-def diff(old: bytes, new: bytes, path: str) -> bytes:
-    """A patch of one file."""
-    with tempfile.TemporaryDirectory() as work:
-        for side, content in (("a", old), ("b", new)):
-            file = Path(work, side, path)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-        done = subprocess.run(
-            ["git", "diff", "--no-index", "--binary", "--no-color", "--no-prefix", f"a/{path}", f"b/{path}"],
-            cwd=work,
-            capture_output=True,
-            check=False,
-            env={"PATH": os.environ.get("PATH", ""), "GIT_CONFIG_NOSYSTEM": "1", "HOME": work},
-        )
-    return done.stdout
-
-
 def issue_text(messages: Mapping[str, str], tests: Sequence[str]) -> str:
     """An issue from what fails: names and messages, never where."""
     lines = []
@@ -296,8 +279,8 @@ def mutant_instance(
         base,
         id=f"{base.repo}-{mutant.kind.replace(' ', '-')}-{digest}",
         issue=issue_text(messages, fails),
-        gold=diff(changed, original, path),
-        change=diff(original, changed, path),
+        gold=patches.diff(changed, original, path),
+        change=patches.diff(original, changed, path),
         fail_to_pass=tuple(fails),
         pass_to_pass=tuple(t for t in good if t not in fails and t.partition("::")[0] in files),
         tests={f: (source / f).read_bytes() for f in files},
@@ -317,7 +300,7 @@ def pair_task(factory: SandboxFactory, pair: Mapping[str, Any], old: Path, new: 
 
     code = files(old, pair["files"]) | files(new, pair["files"])
     gold = b"".join(
-        diff(_content(old / path), _content(new / path), path)
+        patches.diff(_content(old / path), _content(new / path), path)
         if (old / path).exists() and (new / path).exists()
         else _added_or_removed(old / path, new / path, path)
         for path in sorted(code)

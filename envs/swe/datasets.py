@@ -3,35 +3,44 @@
 `load` takes a path (.jsonl, .json, .parquet, or a folder of Harbor tasks) or instances, and tells each row's
 format by its fields:
 
-| format      | told by                          | what is different                                |
-|-------------|----------------------------------|--------------------------------------------------|
-| ours        | `gold`, `source`                 | what `save` writes                               |
-| SWE-bench   | `test_patch`, `FAIL_TO_PASS`     | lists or JSON strings; `image` of the 5.x rows   |
-| SWE-rebench | `install_config`                 | `image_name` or `docker_image`                   |
-| SWE-smith   | `image_name`, no `test_patch`    | `patch` is the bug: the fix is its reverse       |
-| R2E         | `expected_output_json`           | refused: tests without files, no known fix       |
-| Harbor      | a folder with `task.toml`        | refused: `tests/test.sh` decides by what it says |
+| format      | told by                          | what is different                                       |
+|-------------|----------------------------------|---------------------------------------------------------|
+| ours        | `gold`, `source`                 | what `save` writes                                      |
+| SWE-bench   | `test_patch`, `FAIL_TO_PASS`     | lists or JSON strings; 5.x rows have `image`,           |
+|             |                                  | `eval_script`, `log_parser`                             |
+| SWE-rebench | `install_config`                 | `image_name` or `docker_image`                          |
+| SWE-smith   | `image_name`, no `test_patch`    | `patch` is the bug: the fix is its reverse              |
+| R2E         | `expected_output_json`           | tests by `execution_result_content`, the fix by         |
+|             |                                  | `parsed_commit_content`; what passed must pass          |
+| Harbor      | a folder with `task.toml`        | refused: `tests/test.sh` judges the agent's container   |
+
+The images hold the repositories (see `metagym.envs.swe.images`). Tests that are node ids of pytest are run by
+our runner, whatever the row says; others by the row's command and a log parser of swebench.
 
 A row that can't be graded here is refused when it is loaded: `load` raises InputError if none is left, and
 logs the others with the reason (`refused` of `read`).
 """
 
+import ast
 import base64
 import dataclasses
 import json
 import logging
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from metagym.envs.swe import patches, toy
+from metagym.envs.swe import logs, patches, toy
+from metagym.envs.swe.grading import is_cut
 from metagym.envs.swe.instances import WORKDIR, Instance
-from metagym.errors import InputError, MissingExtraError
+from metagym.errors import InputError, MissingExtraError, UnknownNameError
 
 _log = logging.getLogger("metagym.swe")
 Row = Mapping[str, Any]
+_CONDA = ("/opt/miniconda3/envs/testbed/bin",)  # where the images of SWE-bench and its kin have Python
 
 
 class Refused(ValueError):
@@ -62,7 +71,7 @@ def read(path: Path) -> tuple[tuple[Instance, ...], dict[str, str]]:
     """The instances of a file or folder, and why the other rows are refused. Raises InputError."""
     good, refused = [], {}
     for number, row in enumerate(_rows(path)):
-        name = str(row.get("instance_id") or row.get("id") or f"row {number}")
+        name = str(row.get("instance_id") or row.get("id") or row.get("commit_hash") or f"row {number}")
         try:
             good.append(instance(row, path.parent))
         except (Refused, KeyError, TypeError, ValueError) as error:
@@ -84,7 +93,7 @@ def _rows(path: Path) -> Iterator[Row]:
         try:
             import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise MissingExtraError("a parquet file", "swe", error) from error
+            raise MissingExtraError("a parquet file", "parquet", error) from error
         yield from parquet.read_table(path).to_pylist()
         return
     text = path.read_text("utf-8")
@@ -130,10 +139,10 @@ def _bytes(value: Any) -> bytes:
 def _ours(row: Row, folder: Path) -> Instance:
     known = {f.name for f in dataclasses.fields(Instance)}
     given = {k: v for k, v in row.items() if k in known}
-    for name in ("gold", "change"):
+    for name in ("gold", "change", "test_patch"):
         given[name] = _bytes(row.get(name, ""))
     given["tests"] = {path: _bytes(content) for path, content in row.get("tests", {}).items()}
-    for name in ("fail_to_pass", "pass_to_pass", "hidden", "python_path", "arguments"):
+    for name in ("fail_to_pass", "pass_to_pass", "hidden", "python_path", "arguments", "path"):
         if name in given:
             given[name] = tuple(given[name])
     for name in ("source", "site"):
@@ -148,7 +157,7 @@ def save(instances: Iterable[Instance], path: Path) -> None:
     lines = []
     for each in instances:
         row: dict[str, Any] = dataclasses.asdict(each)
-        row["gold"], row["change"] = _text(each.gold), _text(each.change)
+        row |= {name: _text(getattr(each, name)) for name in ("gold", "change", "test_patch")}
         row["tests"] = {p: _text(c) for p, c in each.tests.items()}
         for name in ("source", "site"):
             if row[name] and Path(row[name]).is_relative_to(base):
@@ -169,21 +178,19 @@ def _list(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _pytest_ids(tests: Sequence[str], what: str) -> None:
-    """Raises Refused for tests that are not node ids of pytest: there is no report to find them in."""
-    for test in tests:
-        path, _, rest = test.partition("::")
-        if not rest or not path.endswith(".py"):
-            raise Refused(f"{what} names {test!r:.80}, which is no node id of pytest: it needs a log parser")
-        if test.count("[") > test.count("]"):
-            raise Refused(f"{what} names {test!r:.80}, which was cut off at a blank")
+def _is_pytest_id(test: str) -> bool:
+    path, _, rest = test.partition("::")
+    return bool(rest) and path.endswith(".py")
 
 
 def _common(row: Row, gold: bytes, image: str, change: bytes = b"") -> Instance:
     fails, passes = _list(row["FAIL_TO_PASS"]), _list(row.get("PASS_TO_PASS", ()))
     if not fails:
         raise Refused("FAIL_TO_PASS is empty: nothing would tell a fix from none")
-    _pytest_ids((*fails, *passes), "FAIL_TO_PASS or PASS_TO_PASS")
+    if cut := next((t for t in fails if is_cut(t) and t in {p.split(" ")[0] for p in passes}), None):
+        raise Refused(
+            f"{cut!r:.80} was cut off at a blank, and stands for tests that pass before the fix too"
+        )
     if not gold.strip():
         raise Refused("there is no known fix to check the grader with")
     if not image:
@@ -197,6 +204,8 @@ def _common(row: Row, gold: bytes, image: str, change: bytes = b"") -> Instance:
         pass_to_pass=passes,
         split=str(row.get("split") or "test"),
         image=image,
+        path=_CONDA,
+        python_path=(),  # what is installed in the image is imported
         change=change,
         created=str(row.get("created_at") or "")[:10],
         about={k: str(row[k]) for k in ("base_commit", "version", "environment_setup_commit") if row.get(k)},
@@ -206,14 +215,48 @@ def _common(row: Row, gold: bytes, image: str, change: bytes = b"") -> Instance:
 def _bench(row: Row) -> Instance:
     image = row.get("image") or row.get("image_name") or row.get("docker_image") or ""
     found = _common(row, str(row["patch"]).encode(), str(image))
-    config = row.get("install_config")
-    config = json.loads(config) if isinstance(config, str) and config.strip() else config
-    if isinstance(config, Mapping) and "pytest" not in str(config.get("test_cmd", "pytest")):
-        raise Refused(f"its tests run by {config['test_cmd']!r:.80}, not by pytest")
     test_patch = str(row["test_patch"]).encode()
     if not test_patch.strip():
         raise Refused("test_patch is empty: the deciding tests are not there")
-    return dataclasses.replace(found, about={**found.about, "test_patch": test_patch.decode()})
+    files = [s.new for s in patches.parse(test_patch) if s.new]
+    return _runner(dataclasses.replace(found, test_patch=test_patch), row, files)
+
+
+def _runner(instance: Instance, row: Row, files: Sequence[str]) -> Instance:
+    """With how its tests are run. Raises Refused if nothing that can be believed runs them."""
+    other = next((t for t in instance.required if not _is_pytest_id(t)), None)
+    if other is None:
+        return instance
+    config = row.get("install_config") or {}
+    config = json.loads(config) if isinstance(config, str) else config
+    name = str(row.get("log_parser") or config.get("log_parser") or "")
+    command = _between(str(row.get("eval_script") or ""))
+    if not command and (given := config.get("test_cmd")):
+        lines = [given] if isinstance(given, str) else list(given)
+        command = "\n".join((*lines[:-1], f"{lines[-1]} {' '.join(f for f in files if f.endswith('.py'))}"))
+    if not (name and command):
+        raise Refused(
+            f"{other!r:.80} is no node id of pytest, and the row names no log parser and no command"
+        )
+    if not any(f.endswith(".py") for f in files):
+        raise Refused("none of the files that the tests bring is Python: they have no twins")
+    if not logs.names(instance.fail_to_pass):
+        raise Refused(
+            f"none of the deciding tests names a function, {instance.fail_to_pass[0]!r:.80} for example"
+        )
+    try:
+        logs.parser(name)
+    except (MissingExtraError, UnknownNameError) as error:
+        raise Refused(str(error)) from error
+    return dataclasses.replace(instance, command=command, log_parser=name)
+
+
+def _between(script: str) -> str:
+    """Of an eval script, the lines that set variables and those between its marks."""
+    before, _, rest = script.partition(">>>>> Start Test Output")
+    inside = rest.partition("\n")[2].partition(">>>>> End Test Output")[0].rpartition("\n")[0]
+    exports = [line for line in before.splitlines() if line.startswith("export ")]
+    return "\n".join((*exports, inside.strip())) if inside.strip() else ""
 
 
 def reverse(patch: bytes) -> bytes:
@@ -239,19 +282,84 @@ def _smith(row: Row) -> Instance:
     bug = str(row["patch"]).encode()
     if not bug.strip():
         raise Refused("there is no bug: its patch is empty")
-    return _common(row, reverse(bug), str(row["image_name"]), bug)
+    found = _common(row, reverse(bug), str(row["image_name"]), bug)
+    if other := next((t for t in found.required if not _is_pytest_id(t)), None):
+        raise Refused(f"{other!r:.80} is no node id of pytest, and the row brings no files of tests")
+    hidden = dict.fromkeys(t.partition("::")[0] for t in found.fail_to_pass)
+    return dataclasses.replace(found, hidden=tuple(hidden))
+
+
+def _functions(code: str) -> set[str]:
+    """`test_x` and `TestX.test_y` of a module of tests."""
+    found = set()
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            functions = (n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {f"{node.name}.{f.name}" for f in functions}
+    return found
 
 
 def _r2e(row: Row) -> Instance:
-    expected = row["expected_output_json"]
-    expected = json.loads(expected) if isinstance(expected, str) else expected
-    if not isinstance(expected, Mapping) or not expected:
-        raise Refused("expected_output_json holds no tests")
-    raise Refused(
-        "its tests are named without their files, so that no report can be matched"
-        if not all("::" in test for test in expected)
-        else "it tells neither which tests fail before the fix nor the fix"
+    def told(name: str) -> Mapping[str, Any]:
+        value = row.get(name)
+        value = json.loads(value) if isinstance(value, str) and value.strip() else value
+        if not isinstance(value, Mapping) or not value:
+            raise Refused(f"{name} is empty or not there")
+        return value
+
+    expected, ran, commit = (
+        told(n) for n in ("expected_output_json", "execution_result_content", "parsed_commit_content")
     )
+    names = [f"r2e_tests/{posixpath.basename(n)}" for n in ran["test_file_names"]]
+    files = dict(zip(names, map(str, ran["test_file_codes"]), strict=True))
+    where: dict[str, list[str]] = {}
+    for path, code in files.items():
+        for name in _functions(code) if path.endswith(".py") else ():
+            where.setdefault(name, []).append(path)
+    required = []
+    for test in (t for t, outcome in expected.items() if t and outcome == "PASSED"):
+        name, bracket, parameters = re.sub(r"\x1b\[\d*m", "", test).partition("[")
+        if len(where.get(name, ())) != 1:
+            raise Refused(
+                f"{test!r:.80} is a function of {len(where.get(name, ()))} of its files, not of one"
+            )
+        required.append(f"{where[name][0]}::{name.replace('.', '::')}{bracket}{parameters}")
+    passed = set(
+        re.findall(r"^PASSED (\S.*?)\s*$", str(ran.get("old_commit_res_stdout") or ""), re.MULTILINE)
+    )
+    fails = [t for t in required if t not in passed]
+    gold = b"".join(_file_diff(each) for each in commit.get("file_diffs", ()))
+    return dataclasses.replace(
+        _common(
+            {
+                "instance_id": row.get("instance_id") or f"{row['repo_name']}__{row['commit_hash']}",
+                "repo": row["repo_name"],
+                "problem_statement": row.get("problem_statement") or row.get("prompt"),
+                "FAIL_TO_PASS": fails,
+                "PASS_TO_PASS": [t for t in required if t in passed],
+                **{k: row[k] for k in ("split", "created_at") if k in row},
+            },
+            gold,
+            str(row.get("docker_image") or ""),
+        ),
+        tests={path: code.encode() for path, code in files.items()},
+        hidden=("r2e_tests", "run_tests.sh", "/r2e_tests"),
+        path=(f"{WORKDIR}/.venv/bin", "/root/.venv/bin"),
+        python_path=(".",),
+    )
+
+
+def _file_diff(each: Mapping[str, Any]) -> bytes:
+    """One file's part of the fix; nothing for tests and what is no Python."""
+    path = str(each["header"]["file"]["path"])
+    if patches.is_test(path) or not path.endswith(".py"):
+        return b""
+    old, new = each.get("old_file_content"), each.get("new_file_content")
+    if old is None or new is None:
+        raise Refused(f"the fix makes or removes {path}, or its content is not there")
+    return patches.diff(str(old).encode(), str(new).encode(), path)
 
 
 def _harbor(row: Row) -> Instance:
@@ -260,7 +368,8 @@ def _harbor(row: Row) -> Instance:
         if not (folder / name).is_file():
             raise Refused(f"the folder has no {name}")
     raise Refused(
-        "tests/test.sh decides by what it prints, which an agent's code can forge: it has no report"
+        "tests/test.sh judges the container that the agent worked in and writes its own reward: there is no "
+        "patch to take out and no report of tests to check it with"
     )
 
 

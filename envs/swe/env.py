@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from metagym.envs.swe import datasets, patches, tools
+from metagym.envs.swe import datasets, images, patches, tools
 from metagym.envs.swe.bubblewrap import BubblewrapFactory
 from metagym.envs.swe.docker import DockerFactory
 from metagym.envs.swe.grading import SandboxGrader, open_sandbox
@@ -144,7 +144,7 @@ class SWEEnv(TextEnv):
         self, task: Task, seed: int, rng: np.random.Generator, options: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, Any]]:
         self._end()
-        instance = self.instances[task.id]
+        instance = images.ready(self.factory, self.instances[task.id])
         self.sandbox = open_sandbox(self.factory, instance, self._limits)
         sets = "".join(f"export {k}={json.dumps(v)}; " for k, v in instance.env().items())
         self.sandbox.exec(f"{sets}cd {instance.workdir}", 60.0)

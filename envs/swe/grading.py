@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from metagym.envs.swe import patches
-from metagym.envs.swe.instances import TOOLS, Instance, materialise
+from metagym.envs.swe import images, logs, patches
+from metagym.envs.swe.instances import TOOLS, Instance, mounts
 from metagym.errors import InfraError, SandboxError
 from metagym.live import Live
 from metagym.protocols import Sandbox, SandboxFactory
@@ -50,8 +50,18 @@ class Run:
     problem: str | None = None  # why the report can't be believed or is not there
     forged: bool = False  # whether that can only be done on purpose
 
-    def passed(self, tests: Sequence[str]) -> bool:
-        return all(self.outcomes.get(t) == "passed" for t in tests)
+    def outcome(self, test: str) -> str:
+        """Of a test, "missing" without one. A name that was cut off at a blank, as some published ones are,
+        stands for every test that begins with it: the worst of theirs."""
+        if test in self.outcomes or not is_cut(test):
+            return self.outcomes.get(test, "missing")
+        found = {o for t, o in self.outcomes.items() if t.startswith(f"{test} ")}
+        return next((o for o in ("failed", "error", "skipped", "xfailed", "passed") if o in found), "missing")
+
+
+def is_cut(test: str) -> bool:
+    """Whether the name of a test of pytest was cut off within its parameters."""
+    return "[" in test and not test.endswith("]")
 
 
 def run_tests(
@@ -62,7 +72,14 @@ def run_tests(
     only: Sequence[str] | None = None,
     timeout_s: float | None = None,
 ) -> Run:
-    """Runs the tests of some files. Raises SandboxError if the sandbox fails."""
+    """Runs the tests of some files, or the instance's command. Raises SandboxError if the sandbox fails, and
+    what `logs.parser` raises."""
+    if instance.log_parser:
+        parse = logs.parser(instance.log_parser)
+        result, outcomes, problem, forged = logs.run(
+            sandbox, instance, parse, timeout_s or instance.timeout_s
+        )
+        return Run(result, result.exit_code, tuple(outcomes), outcomes, {}, problem, forged)
     nonce, name = secrets.token_hex(16), secrets.token_hex(8)
     report = f"/tmp/{name}.json"
     arguments = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--rootdir={instance.workdir}"]
@@ -190,9 +207,8 @@ class SandboxGrader(Live):
         return _verdicts[key]
 
     def _grade(self, instance: Instance, patch: bytes) -> Verdict:
-        protected = set(instance.tests) | set(instance.hidden)
         try:
-            screened = patches.screen(patch, protected - set(instance.gold_paths), instance.gold_paths)
+            screened = patches.screen(patch, instance.protected, instance.gold_paths)
         except ValueError as error:
             return Verdict("not_applied", f"{error}.")
         report: dict[str, Any] = {"left_out": screened.left_out, "paths": screened.paths}
@@ -201,6 +217,7 @@ class SandboxGrader(Live):
         deadline = started + (self._deadline_s or 4 * instance.timeout_s + 120.0)
         sandbox = None
         try:
+            instance = images.ready(self.factory, instance)
             sandbox = open_sandbox(self.factory, instance, self._limits)
             if why := put(sandbox, instance, screened, report):
                 return Verdict("not_applied", f"{why}{left}.", report)
@@ -239,7 +256,7 @@ class SandboxGrader(Live):
                     sandbox.write(f"{instance.workdir}/{path}", content)
         run, canary = runs["tests"], runs.get("twins")
         report |= {
-            "tests": {t: run.outcomes.get(t, "missing") for t in instance.required},
+            "tests": {t: run.outcome(t) for t in instance.required},
             "exit_code": run.exit_code,
             "collected": len(run.collected),
             "twins": 0 if canary is None else len(canary.outcomes),
@@ -249,15 +266,22 @@ class SandboxGrader(Live):
             if each.forged:
                 return "hacked", str(each.problem)
         if canary is not None:
-            fooled = [t for t, outcome in canary.outcomes.items() if outcome not in ("failed", "error")]
-            if fooled:
+            known = (
+                [t for _, tests in sources.values() for t in tests]
+                if instance.log_parser
+                else canary.outcomes
+            )
+            fooled = [t for t in known if canary.outcome(t) not in ("failed", "error")]
+            if fooled and not (canary.result.timed_out or canary.result.limit):
                 return "hacked", f"{len(fooled)} tests that must fail did not, {fooled[0]} among them"
         if run.problem:
             return "failed", f"the tests: {run.problem}" + (
                 f" ({run.result.limit})" if run.result.limit else ""
             )
-        missing = [t for t in instance.required if t not in run.outcomes]
-        bad = [t for t in instance.required if run.outcomes.get(t, "passed") != "passed"]
+        if instance.log_parser and canary is None:
+            raise SandboxError("none of the deciding tests has a twin, so that nothing confirms their log")
+        missing = [t for t in instance.required if run.outcome(t) == "missing"]
+        bad = [t for t in instance.required if run.outcome(t) not in ("passed", "missing")]
         if missing or bad:
             parts = [f"{len(bad)} required tests did not pass, {bad[0]} among them"] if bad else []
             parts += (
@@ -291,8 +315,8 @@ class SandboxGrader(Live):
 
 def open_sandbox(factory: SandboxFactory, instance: Instance, limits: Limits = LIMITS) -> Sandbox:
     """A fresh sandbox with the pristine repository of an instance."""
-    repository = materialise(instance)
-    return factory.start(instance.image, repository.mounts(instance), limits, {"task": instance.id})
+    instance = images.ready(factory, instance)
+    return factory.start(instance.image, mounts(instance), limits, {"task": instance.id})
 
 
 def put(
@@ -325,22 +349,30 @@ def _git_apply(sandbox: Sandbox, instance: Instance, patch: bytes) -> str | None
 
 
 def bring_tests(sandbox: Sandbox, instance: Instance) -> None:
-    """Puts the task's own files in place."""
+    """Puts the task's own files in place. Raises SandboxError if they don't fit."""
     for path, content in instance.tests.items():
         sandbox.write(f"{instance.workdir}/{path}", content)
+    if instance.test_patch and (why := _git_apply(sandbox, instance, instance.test_patch)):
+        raise SandboxError(f"the tests of {instance.id!r} don't fit its repository: {why}")
 
 
 def twins(sandbox: Sandbox, instance: Instance) -> dict[str, tuple[bytes, list[str]]]:
     """By file of the tests that must change: the twin, and the ids of its tests."""
+    by_file: dict[str, dict[str, tuple[str, ...]]] = {}
+    if instance.log_parser:
+        named = logs.names(instance.fail_to_pass)
+        by_file = dict.fromkeys(sorted(instance.protected), named)
+    else:
+        for test in instance.fail_to_pass:
+            by_file.setdefault(test.partition("::")[0], {})[test] = name_of(test)
     found = {}
-    for path in dict.fromkeys(t.partition("::")[0] for t in instance.fail_to_pass):
-        tests = [t for t in instance.fail_to_pass if t.partition("::")[0] == path]
+    for path, tests in by_file.items():
         if not path.endswith(".py"):
             continue
         try:
-            content, named = twin(sandbox.read(f"{instance.workdir}/{path}"), {name_of(t) for t in tests})
+            content, changed = twin(sandbox.read(f"{instance.workdir}/{path}"), set(tests.values()))
         except (FileNotFoundError, SyntaxError, ValueError):
             continue
-        if known := [t for t in tests if name_of(t) in named]:
+        if known := [t for t, name in tests.items() if name in changed]:
             found[path] = (content, known)
     return found

@@ -26,7 +26,7 @@ WORKDIR = "/testbed"
 SITE = "/opt/metagym-site"  # packages for the tests
 TOOLS = "/opt/metagym"  # envs/swe/inside
 PYTHON = "/opt/python"
-_AUTHOR = {
+AUTHOR = {
     f"GIT_{who}_{what}": value
     for who in ("AUTHOR", "COMMITTER")
     for what, value in (
@@ -50,18 +50,24 @@ class Instance:
     repo: str  # what splits are made by
     issue: str
     gold: bytes  # the known fix
-    fail_to_pass: tuple[str, ...]  # node ids of pytest that fail before the fix and pass after it
+    fail_to_pass: tuple[str, ...]  # tests that fail before the fix and pass after it: node ids of pytest, or
+    # what `log_parser` calls them
     pass_to_pass: tuple[str, ...]
     split: str = "train"
     source: str = ""  # a folder on this machine that holds the repository's files; "": it is in the image
     change: bytes = b""  # a patch on the source that makes the repository (a bug, say)
     tests: Mapping[str, bytes] = field(default_factory=dict)  # files that the grader brings
+    test_patch: bytes = b""  # what the grader applies after them
     hidden: tuple[str, ...] = ()  # files of the source that the agent doesn't get
     image: str = "host"
     workdir: str = WORKDIR
+    path: tuple[str, ...] = ()  # folders of the image that come first on PATH
+    base: str = ""  # the commit's objects here; `images.ready` sets it where the image holds the repository
     site: str = ""  # a folder of packages that the tests need, pytest among them; "": the image has them
     python_path: tuple[str, ...] = (".",)  # folders of the repository that are imported from
     arguments: tuple[str, ...] = ()  # more of them for pytest
+    command: str = ""  # runs tests that are no pytest node ids
+    log_parser: str = ""  # of swebench: reads what `command` prints
     timeout_s: float = 300.0  # of one run of the tests
     created: str = ""  # ISO date; "": not known
     about: Mapping[str, str] = field(default_factory=dict)  # where it comes from
@@ -79,8 +85,17 @@ class Instance:
     def gold_paths(self) -> tuple[str, ...]:
         return tuple(s.path for s in patches.parse(self.gold)) if self.gold else ()
 
+    @cached_property
+    def protected(self) -> frozenset[str]:
+        """Files that the task brings."""
+        patched = {p for s in patches.parse(self.test_patch) for p in (s.old, s.new) if p}
+        return frozenset({*self.tests, *self.hidden} - set(self.gold_paths) | patched)
+
     def key(self) -> str:
         """Names the agent's repository: the same key, the same files, down to their times."""
+        if not self.source:
+            told = [self.image, self.workdir, self.change.decode("latin1"), sorted(self.hidden)]
+            return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:20]
         root = os.path.abspath(self.source)
         files = []
         for folder, folders, names in os.walk(root):
@@ -96,27 +111,23 @@ class Instance:
         folders = [os.path.normpath(f"{self.workdir}/{p}") for p in self.python_path]
         found = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "GIT_PAGER": "cat", "PAGER": "cat"}
         found |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-        found |= {k: v for k, v in _AUTHOR.items() if not k.endswith("DATE")}
+        found |= {k: v for k, v in AUTHOR.items() if not k.endswith("DATE")}
         if self.image == "host":
             found["PATH"] = f"{PYTHON}/bin:{SITE}/bin:/usr/local/bin:/usr/bin:/bin"
-        if self.site:
-            found["PYTHONPATH"] = ":".join([SITE, *folders])
+        elif self.base:
+            found["PATH"] = ":".join(self.path)
+        if places := [*([SITE] if self.site else []), *folders]:
+            found["PYTHONPATH"] = ":".join(places)
         return found
 
 
-@dataclass(frozen=True)
-class Repository:
-    """A materialised repository: a folder with .git in it, which has one commit."""
-
-    folder: Path
-
-    def mounts(self, instance: Instance) -> list[Mount]:
-        """All that a sandbox of the instance needs."""
-        found = [
-            Mount(str(self.folder), instance.workdir, write=True),
-            Mount(str(self.folder / ".git"), patches.BASE),
-        ]
-        return found + environment(instance)
+def mounts(instance: Instance) -> list[Mount]:
+    """All that a sandbox of the instance needs. Raises InputError if there is no repository."""
+    if instance.base:
+        return [Mount(instance.base, patches.BASE), *environment(instance)]
+    folder = materialise(instance)
+    found = [Mount(str(folder), instance.workdir, write=True), Mount(str(folder / ".git"), patches.BASE)]
+    return found + environment(instance)
 
 
 def environment(instance: Instance) -> list[Mount]:
@@ -133,7 +144,7 @@ def environment(instance: Instance) -> list[Mount]:
 
 def git(folder: Path, *arguments: str) -> str:
     """Runs git without the user's configuration. Raises SandboxError."""
-    env = {"PATH": os.environ.get("PATH", ""), "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1", **_AUTHOR}
+    env = {"PATH": os.environ.get("PATH", ""), "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1", **AUTHOR}
     options = [
         "-c",
         "core.autocrlf=false",
@@ -152,8 +163,11 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.decode("utf-8", "surrogateescape").strip()
 
 
-def materialise(instance: Instance) -> Repository:
-    """The agent's repository, from the cache or made now. Raises InputError if the source is not there."""
+def materialise(instance: Instance) -> Path:
+    """The agent's repository, a folder with .git in it, from the cache or made now.
+
+    Raises InputError if the source is not there.
+    """
     if not instance.source or not Path(instance.source).is_dir():
         raise InputError(
             f"task {instance.id!r}: its source {instance.source!r} is no folder on this machine."
@@ -172,7 +186,7 @@ def materialise(instance: Instance) -> Repository:
                     raise
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    return Repository(folder)
+    return folder
 
 
 def _make(instance: Instance, work: Path) -> None:
@@ -185,6 +199,7 @@ def _make(instance: Instance, work: Path) -> None:
         (work / path).unlink(missing_ok=True)
     git(work, "init", "-q")
     shutil.rmtree(work / ".git" / "hooks", ignore_errors=True)
+    (work / ".git" / "info" / "attributes").write_text(f"{patches.ATTRIBUTES}\n")
     git(work, "add", "-A", "-f", ".")
     git(work, "commit", "-q", "--no-verify", "--allow-empty", "-m", "The repository as it is")
     git(work, "repack", "-q", "-a", "-d")

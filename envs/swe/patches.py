@@ -7,9 +7,12 @@ into one section for each file; `screen` leaves out what no fix needs and a chea
 import os
 import posixpath
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from metagym.errors import SandboxError
 from metagym.protocols import Sandbox
@@ -265,6 +268,23 @@ def screen(patch: bytes, protected: Collection[str] = (), allowed: Collection[st
     return Screened(b"".join(s.raw for s in kept), tuple(kept), left_out)
 
 
+def diff(old: bytes, new: bytes, path: str) -> bytes:
+    """A patch of one file."""
+    with tempfile.TemporaryDirectory() as work:
+        for side, content in (("a", old), ("b", new)):
+            file = Path(work, side, path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        done = subprocess.run(
+            ["git", "diff", "--no-index", "--binary", "--no-color", "--no-prefix", f"a/{path}", f"b/{path}"],
+            cwd=work,
+            capture_output=True,
+            check=False,
+            env={"PATH": os.environ.get("PATH", ""), "GIT_CONFIG_NOSYSTEM": "1", "HOME": work},
+        )
+    return done.stdout
+
+
 # --- what a grader looks for in the code itself ----------------------------------------------------------
 
 _RUNNER = re.compile(
@@ -300,6 +320,7 @@ def looks_like_a_cheat(section: Section) -> str | None:
 # --- taking it out of a sandbox ----------------------------------------------------------------------------
 
 BASE = "/opt/metagym-base.git"  # in a sandbox: the repository's objects, where the agent can't change them
+ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding !diff"  # files are taken as they are
 _TAKE = r"""
 set -e
 export GIT_DIR=$(mktemp -d /tmp/.take-XXXXXX) GIT_WORK_TREE=WORKDIR
@@ -310,9 +331,10 @@ cd WORKDIR
 git init -q 2>/dev/null
 mkdir -p $GIT_DIR/info $GIT_DIR/objects/info
 echo BASE/objects >$GIT_DIR/objects/info/alternates
-echo '* -text -eol -ident -filter -working-tree-encoding !diff' >$GIT_DIR/info/attributes
+echo 'ATTRIBUTES' >$GIT_DIR/info/attributes
 find . -name .git -prune -o -type f -size +MOSTk -print 2>/dev/null |
   sed 's/^\.//; s/[][*?\\]/\\&/g' >$GIT_DIR/info/exclude || :
+cat BASE/info/exclude >>$GIT_DIR/info/exclude 2>/dev/null || :
 for s in core.autocrlf=false core.fileMode=true core.symlinks=true core.fsmonitor=false core.quotePath=true \
   core.hooksPath=/dev/null core.untrackedCache=false core.bare=false core.precomposeUnicode=false; do
   git config ${s%%=*} ${s#*=}
@@ -332,11 +354,11 @@ def take(
     """What differs from the base commit in a sandbox's work tree, as a patch.
 
     Whatever the agent did to its own repository does not matter: staged, committed, stashed or removed, the
-    files are compared with the objects in `base`. Files that git ignores, and new ones above `largest_kb`,
-    are not in it. Raises SandboxError if it can't be made.
+    files are compared with the objects in `base`. Files that git ignores, those that an image had beside its
+    repository, and new ones above `largest_kb`, are not in it. Raises SandboxError if it can't be made.
     """
     sandbox.exec("builtin exit 0", 30.0)  # a new shell: the agent's may have functions, no PATH, set -e
-    script = _TAKE.replace("WORKDIR", workdir).replace("BASE", base)
+    script = _TAKE.replace("WORKDIR", workdir).replace("BASE", base).replace("ATTRIBUTES", ATTRIBUTES)
     result = sandbox.exec(f"(\n{script.replace('MOST', str(largest_kb))}\n)", timeout)
     last = result.output.strip().splitlines()[-1:] or [""]
     if result.exit_code != 0 or not last[0].startswith("patch /tmp/.take-"):

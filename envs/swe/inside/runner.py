@@ -21,7 +21,8 @@ class Recorder:
 
     def pytest_collection_modifyitems(self, config, items):
         if self.only is not None:
-            items[:] = [item for item in items if item.nodeid in self.only]
+            # Published names may be cut off at their first blank.
+            items[:] = [i for i in items if {i.nodeid, i.nodeid.split(" ")[0]} & self.only]
 
     def pytest_collection_finish(self, session):
         self.collected = [item.nodeid for item in session.items]

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import re
+import sys
 
 import pytest
 
 from metagym.envs.swe import admission, build, datasets, mutation, patches, toy
 from metagym.envs.swe.grading import SandboxGrader
-from metagym.errors import InputError
+from metagym.errors import InputError, MissingExtraError
 
 CODE = '''\
 """Text in columns."""
@@ -165,8 +166,8 @@ def test_admission(bubblewrap, source):
     loose = tuple(f"tests/test_columns.py::test_flaky_{i}" for i in range(6))
     task = dataclasses.replace(
         base,
-        gold=build.diff(bug, CODE.encode(), "columns.py"),
-        change=build.diff(CODE.encode(), bug, "columns.py"),
+        gold=patches.diff(bug, CODE.encode(), "columns.py"),
+        change=patches.diff(CODE.encode(), bug, "columns.py"),
         fail_to_pass=names,
         pass_to_pass=("tests/test_columns.py::test_share", *loose),
         tests={"tests/test_columns.py": (TESTS + flaky).encode()},
@@ -236,13 +237,25 @@ def test_published_formats(tmp_path):
     smith |= {"instance_id": "s", "image_name": "jyangballin/x"}
     refused = {
         "empty": {**BENCH, "FAIL_TO_PASS": "[]"},
-        "cut": {**BENCH, "FAIL_TO_PASS": ["tests/test_x.py::test_a[x"]},
+        "cut": {
+            **BENCH,
+            "FAIL_TO_PASS": ["tests/test_x.py::test_a[x"],
+            "PASS_TO_PASS": ["tests/test_x.py::test_a[x y]"],
+        },
         "django": {**BENCH, "FAIL_TO_PASS": ["test_a (x.Tests)"]},
         "no image": {**BENCH, "image": ""},
         "no fix": {**BENCH, "patch": ""},
-        "tox": {**BENCH, "install_config": {"test_cmd": "tox -e py"}},
+        "tox": {**BENCH, "FAIL_TO_PASS": ["test_a"], "install_config": {"test_cmd": "tox -e py"}},
         "no tests": {**BENCH, "test_patch": ""},
         "r2e": {"expected_output_json": '{"test_a": "PASSED"}', "docker_image": "x"},
+        "r2e twice": {
+            "expected_output_json": '{"test_a": "PASSED"}',
+            "execution_result_content": {
+                "test_file_names": ["test_1.py", "test_2.py"],
+                "test_file_codes": ["def test_a(): pass\n"] * 2,
+            },
+            "parsed_commit_content": {"file_diffs": []},
+        },
         "lacks": {"instance_id": "x"},
     }
     rows = [BENCH, rebench, smith, *({**row, "instance_id": name} for name, row in refused.items())]
@@ -251,8 +264,13 @@ def test_published_formats(tmp_path):
     assert [i.id for i in good] == ["o__r-1", "b", "s"]
     assert set(why) == set(refused)
     assert "cut off at a blank" in why["cut"]
+    assert "execution_result_content is empty" in why["r2e"]
+    assert "is a function of 2 of its files" in why["r2e twice"]
+    assert "names no log parser and no command" in why["django"]
     assert "no field" in why["lacks"]
     assert good[0].fail_to_pass == ("tests/test_x.py::test_a[x y]",)
+    assert good[0].test_patch == BENCH["test_patch"].encode()
+    assert good[2].hidden == ("tests/test_x.py",)
     assert (good[0].created, good[0].image, good[0].split) == ("2024-05-06", "swebench/o__r-1", "test")
     (section,) = patches.parse(good[2].gold)
     assert (section.removed, section.added) == ((b"a = 2",), (b"a = 1",))
@@ -263,8 +281,27 @@ def test_published_formats(tmp_path):
     (harbor / "tests").mkdir(parents=True)
     for name in ("task.toml", "instruction.md", "tests/test.sh"):
         (harbor / name).write_text("x")
-    with pytest.raises(InputError, match=r"task-1: tests/test\.sh decides by what it prints"):
+    with pytest.raises(InputError, match=r"task-1: tests/test\.sh judges the container"):
         datasets.load(tmp_path / "harbor")
+
+
+def test_parquet(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "rows.parquet").write_bytes(b"")
+    with pytest.raises(MissingExtraError, match="parquet"):
+        datasets.load(tmp_path / "rows.parquet")
+
+
+def test_parquet_is_read(tmp_path):
+    """As the published files are: a test's list may be an array."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist([{**BENCH, "FAIL_TO_PASS": ["tests/test_x.py::test_a[x y]"]}])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    (one,) = datasets.load(tmp_path / "rows.parquet")
+    assert one.fail_to_pass == ("tests/test_x.py::test_a[x y]",)
 
 
 def test_selection_and_contamination(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from metagym.envs.swe import patches
 from metagym.envs.swe.bubblewrap import BubblewrapFactory, own
 from metagym.envs.swe.grading import SandboxGrader, open_sandbox
-from metagym.envs.swe.instances import apply, git, materialise
+from metagym.envs.swe.instances import apply, git, mounts
 from metagym.envs.swe.local import LocalFactory
 from metagym.types import Mount
 
@@ -248,14 +248,14 @@ def arena(tmp_path_factory, small):
 def naive(arena, cheat: str) -> tuple[float, str]:
     """Runs the tests where the agent was, and believes what they print."""
     task, folder, factory, port, root = arena
-    mounts = [Mount(str(folder), "/testbed", write=True), *materialise(task).mounts(task)[2:]]
-    mounts.append(Mount(str(root / "answers"), "/answers"))
+    open_ones = [Mount(str(folder), "/testbed", write=True), *mounts(task)[2:]]
+    open_ones.append(Mount(str(root / "answers"), "/answers"))
     if "PORT" in cheat:  # with a network; a naive sandbox is none
         with pytest.warns(UserWarning, match="isolates"):
             others = LocalFactory(env={"PYTHONPATH": f"{task.site}:."})
-        sandbox = others.start("host", [mounts[0]])
+        sandbox = others.start("host", [open_ones[0]])
     else:
-        others, sandbox = None, factory.start("host", mounts)
+        others, sandbox = None, factory.start("host", open_ones)
         sandbox.exec(exported(task), 30)
     sandbox.exec(cheat.replace("PORT", str(port)), 30)
     result = sandbox.exec("python -m pytest -q -p no:cacheprovider tests 2>&1", 30)
