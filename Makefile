@@ -67,7 +67,8 @@ $(VENV)-alfworld/.done: $(VENV)/.uv pyproject.toml
 
 $(VENV)-transformers/.done: $(VENV)/.uv
 	@$(BIN)/uv venv --quiet --allow-existing --python $(PY) $(VENV)-transformers
-	@VIRTUAL_ENV=$(VENV)-transformers $(BIN)/uv pip install --quiet torch==2.13.0 transformers==5.24.0 safetensors
+	@VIRTUAL_ENV=$(VENV)-transformers $(BIN)/uv pip install --quiet $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
+		torch==2.13.0 transformers==5.24.0 peft==0.21.2 safetensors
 	@touch $@
 
 soak: $(VENV)/.test

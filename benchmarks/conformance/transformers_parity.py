@@ -1,9 +1,10 @@
-"""Our logits against those of Hugging Face transformers.
+"""Our logits against those of Hugging Face transformers, and of PEFT for adapters.
 
-    python transformers_parity.py golden OUT.npz            (in a venv with torch and transformers)
+    python transformers_parity.py golden OUT.npz            (in a venv with torch, transformers and peft)
         writes the numbers that tests/models/parity_test.py compares with
     python transformers_parity.py check --peer PYTHON       (in our venv; PYTHON is that other venv's)
-        compares directly, tiny models and SmolLM2 as we converted it, and fails beyond 1e-5
+        compares directly: tiny models, what we save of them, adapters that we save, and SmolLM2 as we
+        converted it, each with rows whole, padded on either side and packed; fails beyond 1e-5
 
 Weights are a function of a seed, so that nothing large has to be kept: see `random_weights`.
 """
@@ -14,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 TOLERANCE = 1e-5  # of the largest logit
+EVERY = 19  # tokens, of those whose logits are kept
 
 _BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -107,9 +109,8 @@ CONFIGS |= {
 }
 
 
-def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Hugging Face tensors of a config, drawn in the order of the keys below."""
-    rng = np.random.default_rng(seed)
+def random_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of every Hugging Face tensor of a config."""
     D, F, V, kind = (
         config["hidden_size"],
         config["intermediate_size"],
@@ -142,6 +143,12 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     shapes["model.norm.weight"] = (D,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
+    return shapes
+
+
+def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Hugging Face tensors of a config, drawn in the order of `random_shapes`."""
+    rng = np.random.default_rng(seed)
 
     def draw(name: str, s: tuple[int, ...]) -> np.ndarray:
         x = rng.normal(size=s)
@@ -149,7 +156,7 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
             "f4"
         )
 
-    return {name: draw(name, s) for name, s in shapes.items()}
+    return {name: draw(name, s) for name, s in random_shapes(config).items()}
 
 
 def write_directory(directory: Path, config: dict[str, Any], seed: int) -> None:
@@ -161,70 +168,184 @@ def write_directory(directory: Path, config: dict[str, Any], seed: int) -> None:
     save_file(random_weights(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
 
 
+# Adapters, as PEFT saves them: of the config of this name, on these matrices
+ADAPTERS = {
+    "qwen2": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "qwen3 moe": ("q_proj", "v_proj", "o_proj"),
+}
+RANK, ALPHA = 3, 6.0
+
+
+def write_adapter(directory: Path, config: dict[str, Any], targets: tuple[str, ...], seed: int) -> None:
+    """A directory of PEFT's with a random adapter."""
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, size in random_shapes(config).items():
+        if name.split(".")[-2] not in targets or len(size) == 1:
+            continue
+        out, into = size
+        for letter, shape in (("A", (RANK, into)), ("B", (out, RANK))):
+            x = rng.normal(size=shape) * (into if letter == "A" else RANK) ** -0.5 / 2
+            key = f"base_model.model.{name.removesuffix('.weight')}.lora_{letter}.weight"
+            tensors[key] = x.astype("f4")
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(targets),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(about))
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def random_tokens(config: dict[str, Any], seed: int, shape: tuple[int, ...] = (2, 150)) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, config["vocab_size"], shape).astype(np.int32)
 
 
-def transformers_logits(directory: Path, tokens: np.ndarray) -> np.ndarray:
+class Layout(NamedTuple):
+    """Rows as a model reads them, i32 `[B, L]` each. Segment 0 is padding."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+
+
+def layouts(tokens: np.ndarray) -> dict[str, Layout]:
+    """Two rows `[2, L]`: whole; the second one shorter and padded, right or left; both in one row, padded."""
+    B, L = tokens.shape
+    n = 3 * L // 5
+    count = np.tile(np.arange(L, dtype=np.int32), (B, 1))
+    right, left = (np.ones((B, L), np.int32) for _ in range(2))
+    right[1, n:], left[1, : L - n] = 0, 0
+    shifted = count.copy()
+    shifted[1] = np.maximum(count[1] - (L - n), 0)
+    one = Layout(*(np.concatenate([x[0], y[1, :n]])[None] for x, y in (
+        (tokens, tokens), (count, count), (np.ones_like(count), np.full_like(count, 2)),
+    )))  # fmt: skip
+    return {
+        "whole": Layout(tokens, count, np.ones_like(count)),
+        "padded right": Layout(tokens, count, right),
+        "padded left": Layout(tokens, shifted, left),
+        "packed": one,
+    }
+
+
+# In the venv with torch
+
+
+def peer_logits(directory: Path, adapter: Path | None, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """By layout, `[real tokens, V]`. Padding is what the attention mask says; rows are packed by position."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+    if adapter is not None:
+        from peft import PeftModel  # pyright: ignore[reportMissingImports]
+
+        model = PeftModel.from_pretrained(model, adapter)
+    found = {}
+    for name, layout in layouts(tokens).items():
+        ids, positions, segments = (torch.from_numpy(x.astype(np.int64)) for x in layout)
+        mask = segments if name.startswith("padded") else None
+        with torch.no_grad():
+            out = model.eval()(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        found[name] = out.logits.numpy()[layout.segments > 0]
+    return found
 
 
 def golden(out: Path) -> None:
     arrays: dict[str, np.ndarray] = {}
     for seed, (name, config) in enumerate(CONFIGS.items()):
-        with tempfile.TemporaryDirectory() as directory:
-            write_directory(Path(directory), config, seed)
-            tokens = random_tokens(config, seed)
-            arrays[f"{name}/config"] = np.asarray(json.dumps(config))
-            arrays[f"{name}/seed"] = np.asarray(seed)
-            arrays[f"{name}/tokens"] = tokens
-            arrays[f"{name}/logits"] = transformers_logits(Path(directory), tokens)[
-                :, ::7
-            ]  # every 7th position
+        with tempfile.TemporaryDirectory() as scratch:
+            base, adapter = Path(scratch, "base"), Path(scratch, "adapter")
+            write_directory(base, config, seed)
+            cases: dict[str, Path | None] = {name: None}
+            if name in ADAPTERS:
+                write_adapter(adapter, config, ADAPTERS[name], seed)
+                cases[f"{name} with an adapter"] = adapter
+            for case, at in cases.items():
+                tokens = random_tokens(config, seed)
+                arrays[f"{case}/config"] = np.asarray(json.dumps(config))
+                arrays[f"{case}/seed"] = np.asarray(seed)
+                arrays[f"{case}/tokens"] = tokens
+                for layout, logits in peer_logits(base, at, tokens).items():
+                    arrays[f"{case}/{layout}"] = logits[::EVERY]
     np.savez_compressed(out, **arrays)
     print(f"wrote {out} ({out.stat().st_size / 1e3:.0f} kB)")
 
 
+def answer(scratch: Path) -> None:
+    """The logits of every case in `scratch`, which `check` wrote."""
+    for name, (directory, adapter) in json.loads((scratch / "cases.json").read_text()).items():
+        tokens = np.load(scratch / f"{name}.npy")
+        np.savez(scratch / f"{name}.npz", **peer_logits(directory, adapter, tokens))
+
+
+# In ours
+
+
+def our_logits(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """By layout, `[real tokens, V]`."""
+    import jax
+    from flax import nnx
+
+    graphdef, params = nnx.split(model)
+
+    @jax.jit
+    def logits(params: Any, *rows: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        return model.logits(model.hidden(*rows))
+
+    rows = layouts(tokens)
+    return {name: np.asarray(logits(params, *x))[x.segments > 0] for name, x in rows.items()}
+
+
 def check(peer: str) -> bool:
-    import jax.numpy as jnp
-
-    from metagym.models import load, save
-
-    def ours(model: Any, tokens: np.ndarray) -> np.ndarray:
-        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        hidden = model.hidden(jnp.asarray(tokens), jnp.asarray(positions), jnp.ones_like(jnp.asarray(tokens)))
-        return np.asarray(model.logits(hidden))
+    from metagym.models import Lora, load, load_adapter, save, save_adapter
 
     passed = True
-    with tempfile.TemporaryDirectory() as scratch:
-        cases: dict[str, tuple[Path, np.ndarray]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        cases: dict[str, tuple[Any, Path, Path | None, np.ndarray]] = {}  # our model, what they load, tokens
         for seed, (name, config) in enumerate(CONFIGS.items()):
-            made = Path(scratch, name)
+            made = scratch / f"{name}-made"
             write_directory(made, config, seed + 100)
-            tokens = random_tokens(config, seed)
-            cases[name] = made, tokens
-            cases[f"{name}, saved by us"] = save(load(made)[0], Path(scratch, f"{name}-saved")), tokens
-        real = load("smollm2-135m")[1]
-        cases["SmolLM2-135M"] = (
-            real,
-            random_tokens(json.loads((real / "config.json").read_text()), 0, (2, 200)),
-        )
-        for name, (directory, tokens) in cases.items():
-            files = Path(scratch, "tokens.npy"), Path(scratch, "logits.npy")
-            np.save(files[0], tokens)
-            subprocess.run([peer, __file__, "logits", directory, *files], check=True)
-            theirs = np.load(files[1])
-            error = np.abs(ours(load(directory)[0], tokens) - theirs).max() / np.abs(theirs).max()
-            passed &= bool(error <= TOLERANCE)
-            print(
-                f"{'ok  ' if error <= TOLERANCE else 'FAIL'} {name}: {error:.2e} of the largest logit",
-                flush=True,
-            )
+            model, tokens = load(made)[0], random_tokens(config, seed)
+            cases[name] = model, made, None, tokens
+            saved = save(model, scratch / f"{name}-saved")
+            cases[f"{name}, saved by us"] = load(saved)[0], saved, None, tokens
+            if name in ADAPTERS:
+                write_adapter(scratch / f"{name}-adapter", config, ADAPTERS[name], seed)
+                adapted = load(made, lora=Lora(RANK, ALPHA, ADAPTERS[name]))[0]
+                load_adapter(adapted, scratch / f"{name}-adapter")
+                ours = save_adapter(adapted, scratch / f"{name}-adapter-saved", base=str(made))
+                cases[f"{name}, an adapter saved by us"] = adapted, made, ours, tokens
+                merged = save(adapted, scratch / f"{name}-merged")
+                cases[f"{name}, an adapter merged by us"] = load(merged)[0], merged, None, tokens
+        model, real = load("smollm2-135m")
+        config = json.loads((real / "config.json").read_text())
+        cases["SmolLM2-135M"] = model, real, None, random_tokens(config, 0, (2, 200))
+        asked = {name: (str(base), adapter and str(adapter)) for name, (_, base, adapter, _) in cases.items()}
+        (scratch / "cases.json").write_text(json.dumps(asked))
+        for name, (*_, tokens) in cases.items():
+            np.save(scratch / f"{name}.npy", tokens)
+        subprocess.run([peer, __file__, "answer", scratch], check=True)
+        for name, (model, *_, tokens) in cases.items():
+            theirs, errors = np.load(scratch / f"{name}.npz"), {}
+            for layout, got in our_logits(model, tokens).items():
+                errors[layout] = np.abs(got - theirs[layout]).max() / np.abs(theirs[layout]).max()
+            good = max(errors.values()) <= TOLERANCE
+            passed &= bool(good)
+            what = ", ".join(f"{layout} {error:.1e}" for layout, error in errors.items())
+            print(f"{'ok  ' if good else 'FAIL'} {name}: {what}", flush=True)
+    print(f"differences are shares of the largest logit; {TOLERANCE:.0e} is allowed")
     return passed
 
 
@@ -234,11 +355,9 @@ def main() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("golden").add_argument("out", type=Path)
-    logits = commands.add_parser("logits")
-    for name in ("directory", "tokens", "out"):
-        logits.add_argument(name, type=Path)
+    commands.add_parser("answer").add_argument("scratch", type=Path)
     commands.add_parser("check").add_argument(
-        "--peer", required=True, help="python with torch and transformers"
+        "--peer", required=True, help="python with torch, transformers and peft"
     )
     args = parser.parse_args()
     if args.command == "check":
@@ -246,7 +365,7 @@ def main() -> int:
     if args.command == "golden":
         golden(args.out)
     else:
-        np.save(args.out, transformers_logits(args.directory, np.load(args.tokens)))
+        answer(args.scratch)
     return 0
 
 

@@ -1,15 +1,14 @@
-"""Logits of transformers on tiny random models (benchmarks/conformance/transformers_parity.py made them)."""
+"""Logits of transformers and PEFT on tiny random models: benchmarks/conformance/transformers_parity.py."""
 
 import importlib.util
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from metagym.models import load, save
+from metagym.models import Lora, load, load_adapter, save, save_adapter
 from metagym.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -26,23 +25,41 @@ def peer():
     return module
 
 
-@pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in GOLDEN}))
-@pytest.mark.parametrize("layout", ["plain", "padded and packed"])
-def test_logits_equal_transformers(peer, tmp_path, name, layout):
-    config = json.loads(str(GOLDEN[f"{name}/config"]))
-    peer.write_directory(tmp_path, config, int(GOLDEN[f"{name}/seed"]))
-    model, _ = load(tmp_path)
-    tokens, want = GOLDEN[f"{name}/tokens"], GOLDEN[f"{name}/logits"]  # [2, 150], [2, 22, V]
-    positions = np.tile(np.arange(150, dtype=np.int32), (2, 1))
-    segments = np.ones_like(positions)
-    if layout != "plain":
-        tokens, positions, segments = (
-            np.pad(np.concatenate([x[0], x[1] * scale])[None], ((0, 0), (0, 21)))
-            for x, scale in ((tokens, 1), (positions, 1), (segments, 2))
+NAMES = sorted({key.split("/")[0] for key in GOLDEN})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers(peer, tmp_path, name):
+    """Rows that are whole, padded on either side, and packed; of transformers computed in the same layout."""
+    config, seed = json.loads(str(GOLDEN[f"{name}/config"])), int(GOLDEN[f"{name}/seed"])
+    peer.write_directory(tmp_path / "base", config, seed)
+    model, _ = load(tmp_path / "base")
+    if name.endswith("with an adapter"):
+        peer.write_adapter(
+            tmp_path / "adapter", config, targets := peer.ADAPTERS[name.split(" with")[0]], seed
         )
-    hidden = model.hidden(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments))
-    got = np.asarray(model.logits(hidden)).reshape(-1, config["vocab_size"])[:300].reshape(2, 150, -1)[:, ::7]
-    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+        model, _ = load(tmp_path / "base", lora=Lora(peer.RANK, peer.ALPHA, targets))
+        load_adapter(model, tmp_path / "adapter")
+    for layout, logits in peer.our_logits(model, GOLDEN[f"{name}/tokens"]).items():
+        got, want = logits[:: peer.EVERY], GOLDEN[f"{name}/{layout}"]
+        assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max(), layout
+
+
+def test_adapters_come_out_as_they_went_in(peer, tmp_path):
+    """What PEFT computes with them is in the golden numbers; the files that we write are the same."""
+    config = peer.CONFIGS["qwen2"]
+    peer.write_directory(tmp_path / "base", config, 0)
+    peer.write_adapter(tmp_path / "theirs", config, targets := peer.ADAPTERS["qwen2"], 0)
+    model, _ = load(tmp_path / "base", lora=Lora(peer.RANK, peer.ALPHA, targets))
+    load_adapter(model, tmp_path / "theirs")
+    ours = save_adapter(model, tmp_path / "ours")
+    got, want = (load_file(d / "adapter_model.safetensors") for d in (ours, tmp_path / "theirs"))
+    assert got.keys() == want.keys()
+    for tensor in want:
+        np.testing.assert_array_equal(got[tensor], want[tensor])
+    written, read = (json.loads((d / "adapter_config.json").read_text()) for d in (ours, tmp_path / "theirs"))
+    assert set(written.pop("target_modules")) == set(read.pop("target_modules"))
+    assert read.items() <= {**written, "base_model_name_or_path": None}.items()
 
 
 def test_every_family_has_golden_numbers():
