@@ -1,21 +1,27 @@
-"""How much log-probs depend on what else the engine does: the numbers of docs/reliability.md.
+"""How exact log-probs are: the numbers of docs/reliability.md and, of experts, docs/models.md.
 
     python benchmarks/exactness.py [MODEL]      MODEL: a folder or name that metagym.models.load takes;
                                                 by default a small one of random weights
 
-The same 48 requests alone, each without anything in the cache, and all at once in another order.
+First the engine against itself: the same 48 requests alone, each without anything in the cache, and all at
+once in another order. Then the engine against the trainer, of a dense model and of a mixture of experts, with
+and without a replay of its routing.
 """
 
+import dataclasses
 import itertools
 import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from metagym.models import Llama, ModelConfig, load
-from metagym.proxy.backends.embedded import EmbeddedBackend
-from metagym.types import Sampling
+from metagym.models import Llama, ModelConfig, load, make_policy, make_tiled_policy
+from metagym.proxy.backends.embedded import EmbeddedBackend, Tiles
+from metagym.rl.batching import empty_batch
+from metagym.types import Generation, Sampling
 
 SMALL = ModelConfig(
     vocab_size=2048,
@@ -27,6 +33,18 @@ SMALL = ModelConfig(
     head_dim=32,
     tie_word_embeddings=True,
 )
+
+
+EXPERTS = dataclasses.replace(
+    SMALL,
+    model_type="qwen3_moe",
+    qk_norm=True,
+    num_experts=32,
+    num_experts_per_tok=4,
+    moe_intermediate_size=128,
+    tie_word_embeddings=False,
+)
+CONTEXT = 128
 
 
 def requests(vocabulary: int) -> list[tuple[list[int], Sampling]]:
@@ -46,7 +64,7 @@ def compare(model: Llama, dtype: str, deterministic: bool) -> str:
     engine = EmbeddedBackend(
         model,
         slots=16,
-        context=128,
+        context=CONTEXT,
         page_size=page_size,
         dtype=jnp.dtype(dtype),
         deterministic=deterministic,
@@ -71,6 +89,43 @@ def compare(model: Llama, dtype: str, deterministic: bool) -> str:
     return f"| {kind} | {dtype} | {same} of {len(asked)} | {np.mean(bits):.0%} | {most:.2g} |"
 
 
+def sampled(model: Llama, dtype: str, deterministic: bool) -> list[tuple[list[int], Generation]]:
+    """Prompts and what the engine samples, all at once."""
+    page_size = 4 if deterministic else 16
+    how = {"slots": 16, "context": CONTEXT, "page_size": page_size, "deterministic": deterministic}
+    engine = EmbeddedBackend(model, dtype=jnp.dtype(dtype), **how)
+    asked = requests(model.config.vocab_size)
+    futures = [engine.submit(*request) for request in asked]
+    made = [(prompt, f.result()) for (prompt, _), f in zip(asked, futures, strict=True)]
+    engine.close()
+    return made
+
+
+def distance(model: Llama, made: Sequence, dtype: str, *, replay: bool = False, tiled: bool = False) -> str:
+    """Between the sampled log-probs and the trainer's, and the share that is equal; two cells of a table."""
+    batch = empty_batch(len(made), CONTEXT, model.config.routing_width)
+    batch.routing[:] = -1
+    want = np.full(batch.tokens.shape, np.nan, np.float32)
+    for row, (prompt, g) in enumerate(made):
+        ids = np.concatenate([prompt, g.tokens])
+        n = len(ids) - 1
+        batch.tokens[row, :n], batch.targets[row, :n] = ids[:-1], ids[1:]
+        batch.positions[row, :n], batch.segments[row, :n] = np.arange(n), 1
+        batch.mask[row, len(prompt) - 1 : n] = 1
+        want[row, len(prompt) - 1 : n] = g.logprobs
+        if model.config.num_experts:
+            batch.routing[row, :n] = np.concatenate([g.prompt_routing, g.routing])[:n]
+    graphdef, params = nnx.split(model)
+    if tiled:
+        rows = Tiles.fixed(16, CONTEXT, 4).decode[0]
+        policy = make_tiled_policy(graphdef, rows=rows, page_size=4, context=CONTEXT)
+    else:
+        policy = make_policy(graphdef, compute_dtype=jnp.dtype(dtype), replay=replay)
+    got = np.asarray(jax.jit(policy)(params, batch)[0])
+    off = np.abs(got - want)[np.isfinite(want)]
+    return f"{np.mean(off == 0):.0%} | {off.max():.2g} | {np.quantile(off, 0.99):.2g} | {off.mean():.2g}"
+
+
 def main() -> None:
     model = load(sys.argv[1])[0] if len(sys.argv) > 1 else Llama(SMALL, seed=0)
     print(f"jax {jax.__version__} on {jax.devices()[0].platform}, {sys.argv[1:] or 'a small model'}\n")
@@ -79,6 +134,19 @@ def main() -> None:
     for dtype in ("float32", "bfloat16"):
         for deterministic in (False, True):
             print(compare(model, dtype, deterministic), flush=True)
+    print("\n| engine | trainer | same bits | max | p99 | mean |")
+    print("|---|---|---|---|---|---|")
+    for dtype in ("float32", "bfloat16"):
+        cells = distance(model, sampled(model, dtype, False), dtype)
+        print(f"| fast, {dtype} | {dtype} | {cells} |", flush=True)
+    cells = distance(model, sampled(model, "float32", True), "float32", tiled=True)
+    print(f"| deterministic, float32 | tiled, float32 | {cells} |", flush=True)
+    experts = Llama(EXPERTS, seed=0)
+    for engine, trainer in itertools.product(("float32", "bfloat16"), repeat=2):
+        made = sampled(experts, engine, False)
+        for replay in (False, True):
+            cells, what = distance(experts, made, trainer, replay=replay), "replay" if replay else "no replay"
+            print(f"| experts, {engine} | {trainer}, {what} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

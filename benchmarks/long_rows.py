@@ -61,7 +61,9 @@ def measure(length: int, document: int, steps: int) -> str:
     moments = jax.jit(optimizer.init)(params)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, moments, batch).compile()
-    reserved = compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    reserved = analysis.temp_size_in_bytes
     losses, seconds = [], 0.0
     for _ in range(steps):
         start = time.monotonic()

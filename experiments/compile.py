@@ -19,20 +19,36 @@ from typing import Any
 
 from metagym.errors import InputError, MissingExtraError, TrainingError
 
-# Of one chip: HBM in GB, peak bf16 TFLOP/s, and GB/s of all its links to other chips (published numbers).
+
+@dataclass(frozen=True)
+class Chip:
+    """Published numbers of one chip."""
+
+    memory: float  # GB
+    peak: float  # TFLOP/s of bf16 products
+    links: float  # GB/s to other chips, all links together
+    clock: float  # GHz; the peak is that of 8, 4, 8 and 16 products of 128 x 128 in every tick
+
+
 CHIPS = {
-    "v4": (32.0, 275.0, 300.0),
-    "v5e": (16.0, 197.0, 200.0),
-    "v5p": (95.0, 459.0, 600.0),
-    "v6e": (32.0, 918.0, 448.0),
+    "v4": Chip(32.0, 275.0, 300.0, 1.05),
+    "v5e": Chip(16.0, 197.0, 200.0, 1.5),
+    "v5p": Chip(95.0, 459.0, 600.0, 1.75),
+    "v6e": Chip(32.0, 918.0, 448.0, 1.75),
 }
 COLLECTIVE = re.compile(
     r"^\s*(?:ROOT )?%?\S+ = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|"
     r"collective-permute)(?:-start)?\((.*)$"
 )
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)\}?")
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.-]+)|_computations=\{([^}]*)\}"
+)
+LOOP = re.compile(r" while\(.*condition=%?([\w.-]+)")
+CONSTANT = re.compile(r"^\s*%?([\w.-]+) = s32\[\]\S* constant\((\d+)\)")
+BELOW = re.compile(r"^\s*ROOT .* compare\(.*?%?([\w.-]+)\), direction=LT")
+GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[([^\]]*)\] \{([^}]*)\})")
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 ARRAY = re.compile(r"\b(pred|[subf]\d+|bf16)\[([\d,]*)\]")
 BYTES = {"pred": 1, "bf16": 2}
 
@@ -42,8 +58,8 @@ class Collective:
     """One kind of exchange between chips."""
 
     kind: str
-    shape: str
-    bytes: int  # of the result, per chip
+    shape: str  # of the result, or the largest of several
+    bytes: int  # that a chip sends, if the chips lie in a ring
     times: int  # in a run of the program
 
 
@@ -56,8 +72,9 @@ class Program:
     outputs: int  # beyond the donated arguments
     temporaries: int
     resident: int  # the rest of the training state, which waits meanwhile
+    host: int  # of the host's memory: what is offloaded
     flops: float  # as the compiler counts: a loop's body once, kernels as they say
-    seconds: float  # the compiler's estimate of the same; 0: none
+    cycles: int  # the compiler's estimate of all but kernels and exchange, loops as often as they run
     collectives: tuple["Collective", ...]  # the largest first
     compile_s: float
 
@@ -74,7 +91,8 @@ class Report:
     parameters: int
     limit: float  # bytes of a chip
     model_flops: float  # of a step, all chips, recomputation not counted
-    compute_s: float  # the model's FLOPs, and the forward pass computed again, at the chips' peak
+    compute_s: float  # the compiler's cycles
+    attention_s: float  # the FLOPs of the attention kernels, recomputation included, at the chips' peak
     exchange_s: float  # what the collectives move, at the speed of a chip's links
     programs: tuple[Program, ...]
 
@@ -85,12 +103,13 @@ class Report:
     @property
     def seconds(self) -> tuple[float, float]:
         """An estimate of a step: the exchange all hidden behind the computing, and none of it."""
-        return max(self.compute_s, self.exchange_s), self.compute_s + self.exchange_s
+        computing = self.compute_s + self.attention_s
+        return max(computing, self.exchange_s), computing + self.exchange_s
 
     @property
     def mfu(self) -> tuple[float, float]:
         """The share of the chips' peak that the model's FLOPs are of it, in the same two cases."""
-        peak = CHIPS[self.topology.partition(":")[0]][1] * 1e12 * self.chips
+        peak = CHIPS[self.topology.partition(":")[0]].peak * 1e12 * self.chips
         best, worst = (self.model_flops / (s * peak) for s in self.seconds)
         return best, worst
 
@@ -109,32 +128,70 @@ def model_flops(c: Any, rows: int, length: int) -> float:
     else:
         mlp = 3 * c.hidden_size * c.intermediate_size
     weights = c.num_hidden_layers * (attention + mlp) + c.vocab_size * c.hidden_size
-    scores = 6 * length * c.num_attention_heads * c.head_dim * c.num_hidden_layers
-    return float(rows * length * (6 * weights + scores))
+    return float(rows * length * 6 * weights) + score_flops(c, rows, length)
+
+
+def score_flops(c: Any, rows: int, length: int) -> float:
+    """Those of them that are attention's: two products forward, four backward."""
+    return float(rows * length * 6 * length * c.num_attention_heads * c.head_dim * c.num_hidden_layers)
 
 
 def runs(text: str) -> dict[str, int]:
-    """How often each computation of a compiled program runs: a loop's body as often as the compiler knows."""
-    calls: dict[str, list[tuple[str, int]]] = {}
+    """How often each computation of a compiled program runs. A loop up to a constant, as one over layers is,
+    runs that often; one whose end is computed counts once."""
+    calls: dict[str, list[tuple[str, str]]] = {}  # computation -> (called, condition of the loop or "")
+    constants: dict[str, dict[str, int]] = {}
+    trips: dict[str, int] = {}  # by condition
     entry = name = ""
     for line in text.splitlines():
         if match := COMPUTATION.match(line):
             name = match[2]
-            calls[name] = []
+            calls[name], constants[name] = [], {}
             entry = name if match[1] else entry
-        elif name and (found := CALLED.findall(line)):
-            trips = TRIPS.search(line)
-            times = int(trips[1]) if trips else 1
-            calls[name] += [(c.strip().lstrip("%"), times) for group in found for c in group.split(",")]
+            continue
+        if match := CONSTANT.match(line):
+            constants[name][match[1]] = int(match[2])
+        elif (match := BELOW.match(line)) and match[1] in constants[name]:
+            trips[name] = constants[name][match[1]]
+        loop = LOOP.search(line)
+        for one, several in CALLED.findall(line):
+            for called in (one or several).split(","):
+                calls[name].append((called.strip().lstrip("%"), loop[1] if loop else ""))
     total: dict[str, int] = {}
 
     def visit(name: str, times: int) -> None:
         total[name] = total.get(name, 0) + times
-        for called, n in calls.get(name, ()):
-            visit(called, times * n)
+        for called, condition in calls.get(name, ()):
+            visit(called, times * trips.get(condition, 1))
 
     visit(entry, 1)
     return total
+
+
+def cycles(text: str) -> int:
+    """The sum of the compiler's estimates over all that a program runs."""
+    times, total, name = runs(text), 0, ""
+    for line in text.splitlines():
+        if match := COMPUTATION.match(line):
+            name = match[2]
+        elif (match := CYCLES.search(line)) and int(match[1]) < 1 << 62:  # beyond: it has none
+            total += int(match[1]) * times.get(name, 0)
+    return total
+
+
+def _sent(kind: str, size: int, line: str) -> int:
+    """Bytes that each of n chips in a ring sends, for a result of `size`."""
+    group = GROUPS.search(line)
+    n = 0
+    if group and group[3]:
+        sizes = dict(part.split("=") for part in group[3].split(","))
+        n = math.prod(int(sizes[axis.strip()]) for axis in group[4].split(","))
+    elif group:
+        n = len(group[1].split(",")) if group[1] else int(group[2])
+    if kind == "reduce-scatter":
+        return size * max(1, n - 1)
+    share = (n - 1) / n if n else 1.0
+    return int(size * share * (2 if kind == "all-reduce" else 1)) if kind != "collective-permute" else size
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
@@ -149,7 +206,10 @@ def collectives(text: str) -> tuple[Collective, ...]:
                 item = BYTES.get(kind) or int(re.sub(r"\D", "", kind)[:2] or 8) // 8
                 sizes.append((item * math.prod(map(int, filter(None, shape.split(",")))), f"{kind}[{shape}]"))
             if sizes and times.get(name, 0):
-                key = (match[2], *max(sizes))
+                largest, shape = max(sizes)
+                if f"{match[2]}-start" not in line and len(sizes) > 1:  # several at once
+                    largest, shape = sum(size for size, _ in sizes), f"{shape} and {len(sizes) - 1} more"
+                key = (match[2], _sent(match[2], largest, line), shape)
                 found[key] = found.get(key, 0) + times[name]
     made = [Collective(kind, shape, size, n) for (kind, size, shape), n in found.items()]
     return tuple(sorted(made, key=lambda c: -c.bytes * c.times))
@@ -218,16 +278,20 @@ def compile_step(config: Any, topology: str) -> Report:
                 done = program.lower(*arguments).compile()
         except jax.errors.JaxRuntimeError as error:
             raise TrainingError(f"{name} on {topology}: {' '.join(str(error).split())[:1500]}") from error
-        memory, cost = done.memory_analysis(), done.cost_analysis() or {}
+        memory, cost, text = done.memory_analysis(), done.cost_analysis() or {}, done.as_text()
         return Program(
             name,
             memory.argument_size_in_bytes,
             memory.output_size_in_bytes - memory.alias_size_in_bytes,
             memory.temp_size_in_bytes,
             resident,
+            memory.host_argument_size_in_bytes
+            + memory.host_output_size_in_bytes
+            - memory.host_alias_size_in_bytes
+            + memory.host_temp_size_in_bytes,
             float(cost.get("flops", 0.0)),
-            max(0.0, float(cost.get("optimal_seconds", 0.0))),
-            collectives(done.as_text()),
+            cycles(text),
+            collectives(text),
             time.monotonic() - start,
         )
 
@@ -235,17 +299,19 @@ def compile_step(config: Any, topology: str) -> Report:
         compiled("gradient", step.gradient, (state.params, batch, flag), held(state.opt_state)),
         compiled("update", step.apply, (state, grads), 0),
     )
-    limit, peak, links = CHIPS[generation]
-    flops = model_flops(shape, rows, length)
+    chip = CHIPS[generation]
+    # Forward, again in the backward pass, and there seven products, as the kernels make them: of two each.
+    scores = score_flops(shape, rows, length) * (2 + 2 + 7) / 6
     return Report(
         topology,
         mesh.size,
         rows * length,
         sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
-        limit * 1e9,
-        flops,
-        flops * (8 / 6) / (peak * 1e12 * mesh.size),
-        sum(c.bytes * c.times for p in programs for c in p.collectives) / (links * 1e9),
+        chip.memory * 1e9,
+        model_flops(shape, rows, length),
+        sum(p.cycles for p in programs) / (chip.clock * 1e9),
+        scores / (chip.peak * 1e12 * mesh.size),
+        sum(c.bytes * c.times for p in programs for c in p.collectives) / (chip.links * 1e9),
         programs,
     )
 
@@ -261,9 +327,9 @@ def show(report: Report) -> str:
         lines += [
             f"{p.name}: {p.peak / gb:.2f} GB a chip = arguments {p.arguments / gb:.2f} + other state "
             f"{p.resident / gb:.2f} + results {p.outputs / gb:.2f} + temporaries {p.temporaries / gb:.2f}; "
-            f"limit {report.limit / gb:.0f} GB",
-            f"  compiled in {p.compile_s:.0f} s; the compiler counts {p.flops / 1e12:.2f} TFLOP a chip and "
-            f"{p.seconds:.3f} s, loop bodies once",
+            f"limit {report.limit / gb:.0f} GB" + (f"; on the host {p.host / gb:.2f} GB" if p.host else ""),
+            f"  compiled in {p.compile_s:.0f} s; the compiler counts {p.flops / 1e12:.2f} TFLOP a chip, loop "
+            f"bodies once, and {p.cycles / 1e9:.2f} billion cycles",
             *(
                 f"  {c.kind:18s} {c.bytes * c.times / gb:8.3f} GB = {c.times} x {c.shape}"
                 for c in p.collectives[:5]
@@ -272,10 +338,11 @@ def show(report: Report) -> str:
     chip = CHIPS[report.topology.partition(":")[0]]
     best, worst = report.seconds
     lines += [
-        f"model: {report.model_flops / 1e15:.2f} PFLOP a step; computing takes {report.compute_s:.2f} s at "
-        f"{chip[1]:.0f} TFLOP/s a chip (layers computed again included), exchange {report.exchange_s:.2f} s "
-        f"at {chip[2]:.0f} GB/s",
-        f"estimate: {best:.2f} to {worst:.2f} s a step, MFU {report.mfu[1]:.0%} to {report.mfu[0]:.0%}",
+        f"model: {report.model_flops / 1e15:.2f} PFLOP a step, at least "
+        f"{report.model_flops / (chip.peak * 1e12 * report.chips):.2f} s at {chip.peak:.0f} TFLOP/s a chip",
+        f"estimate: the compiler's cycles {report.compute_s:.2f} s at {chip.clock} GHz, attention kernels "
+        f"{report.attention_s:.2f} s at peak, exchange {report.exchange_s:.2f} s at {chip.links:.0f} GB/s: "
+        f"{best:.2f} to {worst:.2f} s a step, MFU {report.mfu[1]:.0%} to {report.mfu[0]:.0%}",
     ]
     verdict = "fits" if report.fits else "DOES NOT FIT"
     lines.append(f"{verdict}: {report.peak / gb:.2f} of {report.limit / gb:.0f} GB")

@@ -48,39 +48,60 @@ def test_published_shapes_have_their_published_sizes(name):
     assert weights / 1e9 == pytest.approx(next(v for k, v in billions.items() if k in name), abs=0.006)
 
 
-def test_collectives_are_found_and_counted():
-    """A loop of ten, in it a fusion with a gather; a scatter of two results once."""
+def test_collectives_and_cycles_are_found_and_counted():
+    """A loop of ten, in it a fusion with a gather among 8 chips; a loop whose end is computed; two results
+    reduced at once among 4 and scattered among 2."""
     text = """
 %gather (p: bf16[8,16]) -> bf16[64,16] {
-  %all-gather-start.1 = (bf16[8,16]{1,0}, bf16[64,16]{1,0}) all-gather-start(bf16[8,16]{1,0} %p), channel_id=1
+  %all-gather-start.1 = (bf16[8,16]{1,0}, bf16[64,16]{1,0}) all-gather-start(%p), replica_groups=[2,8]<=[16]
 }
 
-%body (t: (s32[], f32[100])) -> (s32[], f32[100]) {
-  %f = bf16[64,16]{1,0} fusion(bf16[8,16]{1,0} %x), kind=kCustom, calls=%gather
-  %ar = f32[100]{0:T(128)} all-reduce(f32[100]{0} %x), replica_groups={}, to_apply=%add
+%region_1.2 (t: (s32[], f32[100])) -> (s32[], f32[100]) {
+  %f = bf16[64,16]{1,0} fusion(bf16[8,16]{1,0} %x), kind=kCustom, calls=%gather, \
+backend_config={"window_config":{"estimated_cycles":"30"}}
+  %ar = f32[100]{0:T(128)} all-reduce(f32[100]{0} %x), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+%region_2.3 (t: (s32[], f32[100])) -> pred[] {
+  %constant.4 = s32[]{:T(128)} constant(10)
+  %get-tuple-element.5 = s32[]{:T(128)} get-tuple-element(%t), index=0
+  ROOT %lt.1 = pred[]{:T(512)} compare(%get-tuple-element.5, %constant.4), direction=LT
+}
+
+%region_3.4 (t: (s32[], s32[], f32[8])) -> (s32[], s32[], f32[8]) {
+  %p = f32[8]{0} collective-permute(f32[8]{0} %x), source_target_pairs={{0,1},{1,0}}
+}
+
+%region_5.6 (t: (s32[], s32[], f32[8])) -> pred[] {
+  ROOT %lt.2 = pred[]{:T(512)} compare(%get-tuple-element.6, %get-tuple-element.7), direction=LT
 }
 
 ENTRY %main (a: f32[100]) -> f32[100] {
-  %w = (s32[], f32[100]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"10"}}
-  ROOT %rs.2 = (s32[4]{0}, pred[2,3]{1,0}) reduce-scatter(s32[16]{0} %y, pred[8,3] %z), dimensions={0}
-  %fusion = f32[4096]{0} fusion(f32[4096]{0} %all-reduce), kind=kLoop
+  %w = (s32[], f32[100]) while(%t), condition=%region_2.3, body=%region_1.2
+  %v = (s32[], s32[], f32[8]) while(%u), condition=%region_5.6, body=%region_3.4
+  ROOT %rs.2 = (s32[4]{0}, pred[2,3]{1,0}) reduce-scatter(s32[16]{0} %y, pred[8,3] %z), dimensions={0}, \
+replica_groups=mesh['a'=2,'b'=4] {'b'}
+  %fusion = f32[4096]{0} fusion(f32[4096]{0} %all-reduce), kind=kLoop, backend_config={"estimated_cycles":"5"}
 }
 """
+    assert compile.cycles(text) == 10 * 30 + 5
     assert compile.collectives(text) == (
-        compile.Collective("all-gather", "bf16[64,16]", 64 * 16 * 2, 10),
-        compile.Collective("all-reduce", "f32[100]", 400, 10),
-        compile.Collective("reduce-scatter", "s32[4]", 16, 1),
+        compile.Collective("all-gather", "bf16[64,16]", 64 * 16 * 2 * 7 // 8, 10),
+        compile.Collective("all-reduce", "f32[100]", 2 * 400 * 3 // 4, 10),
+        compile.Collective("reduce-scatter", "s32[4] and 1 more", (16 + 6) * 3, 1),
+        compile.Collective("collective-permute", "f32[8]", 32, 1),
     )
 
 
 def test_what_does_not_fit_is_said_and_is_exit_code_1(monkeypatch, capsys):
-    program = compile.Program("gradient", 10**9, 10**9, 2 * 10**9, 11 * 10**9, 5e12, 0.5, (), 1.0)
-    report = compile.Report("v5e:2x2", 4, 2048, 10**9, 16e9, 7.88e14, 2.0, 0.5, (program,))
+    program = compile.Program("gradient", 10**9, 10**9, 2 * 10**9, 11 * 10**9, 3 * 10**9, 5e12, 7, (), 1.0)
+    report = compile.Report("v5e:2x2", 4, 2048, 10**9, 16e9, 7.88e14, 1.5, 0.5, 0.5, (program,))
     assert program.peak == 15 * 10**9
     assert report.fits
     assert report.seconds == (2.0, 2.5)
     assert report.mfu == pytest.approx((0.5, 0.4))  # 788 TFLOP in a second are the peak of four chips
     assert "fits: 15.00 of 16 GB" in compile.show(report)
+    assert "on the host 3.00 GB" in compile.show(report)
     small = dataclasses.replace(report, limit=14e9)
     monkeypatch.setattr(compile, "compile_step", lambda *_: small)
     assert cli.main(["doctor", "--compile=debug", "--topology=v5e:2x2"]) == 1

@@ -326,13 +326,14 @@ def test_smollm2_answers():
 LOAD = """
 import sys, threading, time
 import jax
+from flax import nnx
 from metagym.models import load, make_mesh
 
 def anonymous():
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("RssAnon"))
 
-mesh = make_mesh((1, 2, 2), devices=jax.devices()[:4])
+mesh = make_mesh([int(n) for n in sys.argv[2:]])
 jax.block_until_ready(jax.device_put(1.0))
 before, peak, done = anonymous(), 0, False
 def watch():
@@ -345,13 +346,14 @@ thread.start()
 model, _ = load(sys.argv[1], mesh=mesh)
 done = True
 thread.join()
-print(max(peak, anonymous()) - before)
+shards = sum(s.data.nbytes for x in jax.tree.leaves(nnx.state(model)) for s in x.addressable_shards)
+print(max(peak, anonymous()) - before, shards)
 """
 
 
-def test_loading_takes_little_more_than_the_weights(tmp_path):
-    """On four devices of one process, which reads each one's parts of every tensor; pages of the file that
-    the system maps are not counted."""
+def test_loading_takes_little_more_than_the_shards(tmp_path):
+    """On eight devices of one process, which reads each one's parts of every tensor, once without and once
+    with copies; pages of the file that the system maps are not counted."""
     config = ModelConfig(
         vocab_size=4096,
         hidden_size=512,
@@ -366,6 +368,8 @@ def test_loading_takes_little_more_than_the_weights(tmp_path):
     model = Decoder(config)
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
     directory = save(model, tmp_path / "model")
-    done = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 1.3 * weights, (int(done.stdout), weights)
-    assert weights > 1.9e8
+    for mesh, copies in (("1", "8"), 1), (("2", "2", "2"), 2):
+        command = [sys.executable, "-c", LOAD, directory, *mesh]
+        peak, shards = map(int, subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split())
+        assert peak < 1.3 * shards, (mesh, peak, shards)
+        assert 1.9e8 < copies * weights <= shards < 1.1 * copies * weights

@@ -105,6 +105,22 @@ def test_each_device_holds_its_part(cases, name, shape):
     assert own < 1.15 * whole / 8
 
 
+def test_inputs_in_the_hosts_memory_change_no_bit(cases):
+    """`offload` of the layers' inputs: on the CPU there is one memory, on a TPU they are moved."""
+    params, _, _, batch, _ = cases("long")
+    mesh = make_mesh((1, 2, 1, 2), devices=jax.devices()[:4])
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIGS["long"])))
+    placed = jax.device_put((params, batch), (param_shardings(params, mesh), batch_sharding(mesh)))
+    made = []
+    for offload in (False, True):
+        policy = make_policy(graphdef, memory=0, offload=offload, mesh=mesh)
+        traced = jax.jit(jax.value_and_grad(lambda p, b: policy(p, b)[0].sum())).trace(*placed)  # noqa: B023
+        assert ("Host" in str(traced.jaxpr)) == offload
+        made.append(jax.tree.leaves(traced.lower().compile()(*placed)))
+    for got, want in zip(*made, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_what_cannot_be_split_stays_whole():
     mesh = make_mesh((1, 4, 2))
     assert spec(("layers", "embed", "kv_heads", "head"), mesh, (2, 64, 3, 5)) == P(None, "fsdp", None, None)
