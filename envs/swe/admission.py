@@ -5,7 +5,7 @@ decides is left, or a run does not end.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from metagym.envs.swe import images, patches
@@ -83,15 +83,27 @@ def admit(
         pass_to_pass=passes,
         timeout_s=min(instance.timeout_s, max(30.0, 20 * seconds)),
     )
-    grader = SandboxGrader(factory, lambda id: kept)
-    for patch, wanted in ((b"", "failed"), (kept.gold, "resolved")):
-        verdict = grader.grade_instance(kept, patch)
-        if verdict.outcome != wanted:
-            which = "the fix" if patch else "the empty patch"
-            return Admission(
-                None, f"{which} is {verdict.outcome}: {verdict.reason}", tuple(sorted(flaky)), seconds
-            )
+    if why := confirm(factory, kept):
+        return Admission(None, why, tuple(sorted(flaky)), seconds)
     dropped = len(instance.required) - len(kept.required)
     errors = tuple((t, before[0].errors.get(t, "")) for t in fails)
     reason = f"{dropped} tests were dropped, {len(flaky)} of them flaky" if dropped else "fit"
     return Admission(kept, reason, tuple(sorted(flaky)), seconds, errors)
+
+
+def confirm(
+    factory: SandboxFactory, instance: Instance, before: Mapping[str, str] | None = None
+) -> str | None:
+    """Why the grader does not say "failed" of the empty patch and "resolved" of the fix; None if it does.
+
+    `before` are outcomes of the tests without the fix, seen earlier: they must be the same again.
+    """
+    grader = SandboxGrader(factory, lambda id: instance)
+    for patch, wanted in ((b"", "failed"), (instance.gold, "resolved")):
+        verdict = grader.grade_instance(instance, patch)
+        if verdict.outcome != wanted:
+            return f"{'the fix' if patch else 'the empty patch'} is {verdict.outcome}: {verdict.reason}"
+        seen = verdict.report["tests"]
+        if not patch and (flaky := [t for t in seen if before and seen[t] != before.get(t, seen[t])]):
+            return f"{len(flaky)} tests are flaky, {flaky[0]} among them"
+    return None

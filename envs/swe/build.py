@@ -6,6 +6,7 @@ tests; *mutation* changes a release's code until its own tests notice. Every tas
 """
 
 import argparse
+import ast
 import dataclasses
 import hashlib
 import json
@@ -20,7 +21,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,11 @@ def sdist(name: str, version: str, sha256: str, folder: Path | None = None) -> P
         (top,) = (Path(work) / "out").iterdir()
         own(top)
         top.chmod(0o755)
-        os.rename(top, place)
+        try:
+            os.rename(top, place)
+        except OSError:
+            if not place.is_dir():  # else another process was faster
+                raise
     return place
 
 
@@ -128,27 +133,26 @@ def base_of(package: Mapping[str, Any], source: Path) -> Instance:
 def screen(
     factory: SandboxFactory,
     base: Instance,
-    tests: Sequence[str],
-    mutants: Sequence[tuple[str, str]],
-    timeout_s: float,
-) -> list[dict[str, Any] | None]:
-    """The outcomes of a package's tests for each mutant, (path, content); None where they did not end."""
+    arguments: Sequence[str],
+    mutants: Sequence[tuple[str, str, Sequence[str]]] | None,
+    seconds: float,
+) -> Any:
+    """The outcomes of tests for each mutant, (path, content, node ids); None where they did not end. Without
+    mutants, which functions each test calls. See `inside/screen.py`."""
     sandbox = open_sandbox(factory, base, LIMITS)
     try:
         report = f"/tmp/{secrets.token_hex(8)}.json"
-        arguments = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "addopts=",
-            f"--rootdir={base.workdir}",
-            *base.arguments,
-        ]
-        spec = {"args": [*arguments, *tests], "mutants": mutants, "timeout_s": timeout_s, "report": report}
+        always = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--rootdir={base.workdir}"]
+        spec = {
+            "args": [*always, *base.arguments, *arguments],
+            "mutants": mutants,
+            "timeout_s": 20 * seconds + 10,
+            "cpu_s": 3 * seconds + 2,
+            "report": report,
+        }
         sandbox.exec(
             f"python {TOOLS}/screen.py",
-            (timeout_s + 5) * len(mutants) + 60,
+            (20 * seconds + 15) * (1 + len(mutants or ())),
             cwd=base.workdir,
             env=base.env(),
             stdin=json.dumps(spec).encode(),
@@ -160,6 +164,59 @@ def screen(
         sandbox.close()
 
 
+@dataclasses.dataclass(frozen=True)
+class Package:
+    """A package whose tests were run as they are."""
+
+    base: Instance
+    source: Path
+    good: tuple[str, ...]  # tests that pass every time
+    calls: Mapping[str, frozenset[str]]  # "path:first line" of a function -> the tests that call it
+    always: frozenset[str]  # functions that are called before any test
+    seconds: float  # of a run of all tests
+
+    def tests_of(self, path: str, line: int, tree: ast.AST) -> tuple[str, ...]:
+        """The tests that can notice a change of a line."""
+        key = f"{path}:{first_line(tree, line)}"
+        if key in self.always:
+            return self.good
+        return tuple(t for t in self.good if t in self.calls.get(key, ()))
+
+
+def first_line(tree: ast.AST, line: int) -> int:
+    """Where the innermost function around a line begins, as a code object tells it."""
+    found = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first <= line <= (node.end_lineno or 0):
+                found = max(found, first)
+    return found
+
+
+def examined(factory: SandboxFactory, package: Mapping[str, Any], source: Path) -> Package:
+    """Runs a package's tests, twice and once traced. Raises InputError if none passes."""
+    base, tests = base_of(package, source), tuple(package["tests"])
+    sandbox = open_sandbox(factory, base, LIMITS)
+    try:
+        clean = [run_tests(sandbox, base, tests) for _ in range(2)]
+    finally:
+        sandbox.close()
+    seconds = max(run.result.seconds for run in clean)
+    traced = screen(factory, base, tests, None, 10 * seconds)
+    seen = [clean[0].outcomes, clean[1].outcomes, traced["outcomes"] if traced else {}]
+    good = tuple(t for t in seen[0] if all(outcomes.get(t) == "passed" for outcomes in seen))
+    if not good:
+        raise InputError(f"{base.repo}: no test passes as it is: {clean[0].result.output[-400:]}")
+    calls: dict[str, set[str]] = {}
+    keys = [f"{path}:{line}" for path, line in traced["functions"]]
+    for test, indices in traced["tests"].items():
+        for index in indices:
+            calls.setdefault(keys[index], set()).add(test)
+    always = frozenset(key for key, by in calls.items() if "" in by)
+    return Package(base, source, good, {k: frozenset(v) for k, v in calls.items()}, always, seconds)
+
+
 def mutation_tasks(
     factory: SandboxFactory,
     package: Mapping[str, Any],
@@ -168,48 +225,41 @@ def mutation_tasks(
     wanted: int,
     seed: int = 0,
     workers: int = 2,
-) -> Iterator[Instance]:
-    """Admitted tasks of one package, at most `wanted`, in an order that the seed determines."""
-    base = base_of(package, source)
-    tests = tuple(package["tests"])
-    sandbox = open_sandbox(factory, base, LIMITS)
-    try:
-        clean = [run_tests(sandbox, base, tests) for _ in range(2)]
-    finally:
-        sandbox.close()
-    good = [t for t, outcome in clean[0].outcomes.items() if outcome == clean[1].outcomes.get(t) == "passed"]
-    if not good:
-        raise InputError(f"{base.repo}: no test passes as it is: {clean[0].result.output[-400:]}")
-    timeout_s = max(5.0, 10 * max(run.result.seconds for run in clean))
-    candidates = [
-        (path, mutant)
-        for path in sorted(
-            str(p.relative_to(source)) for pattern in package["files"] for p in source.glob(pattern)
-        )
-        for mutant in mutation.mutants((source / path).read_text())
-    ]
+    skip: int = 0,
+) -> Iterator[tuple[int, list[Instance]]]:
+    """Admitted tasks of one package, at most `wanted`, in an order that the seed determines: how many mutants
+    were looked at, and the new tasks. `skip` leaves out the first mutants, which were looked at before."""
+    about = examined(factory, package, source)
+    paths = {str(p.relative_to(source)) for pattern in package["files"] for p in source.glob(pattern)}
+    candidates = []
+    for path in sorted(paths):
+        text = (source / path).read_text()
+        tree = ast.parse(text)
+        for mutant in mutation.mutants(text):
+            if tests := about.tests_of(path, mutant.line, tree):
+                candidates.append((path, mutant, tests))
     random.Random(seed).shuffle(candidates)
-    candidates = spread(candidates)
-    made, size = 0, min(20, 4 * wanted)
+    candidates = spread(candidates)[skip:]
+    made, size = 0, min(10, 4 * wanted)
     batches = [candidates[i : i + size] for i in range(0, len(candidates), size)]
     with ThreadPoolExecutor(workers) as pool:
         for start in range(0, len(batches), workers):
             if made >= wanted:
                 break
-            futures = [
-                pool.submit(_batch, factory, base, source, tests, good, batch, timeout_s, wanted - made)
-                for batch in batches[start : start + workers]
-            ]
-            for future in as_completed(futures):
-                for instance in future.result():
-                    if made < wanted:
-                        made += 1
-                        yield instance
+            now = batches[start : start + workers]
+            found = [t for each in pool.map(lambda b: _batch(factory, about, b), now) for t in each]
+            found = found[: wanted - made]
+            made += len(found)
+            skip += sum(map(len, now))
+            yield skip, found
 
 
-def spread(candidates: list[tuple[str, mutation.Mutant]]) -> list[tuple[str, mutation.Mutant]]:
+Candidate = tuple[str, mutation.Mutant, tuple[str, ...]]
+
+
+def spread(candidates: list[Candidate]) -> list[Candidate]:
     """The same, kind after kind in turn, so that no kind has most of the tasks."""
-    by_kind: dict[str, list[tuple[str, mutation.Mutant]]] = {}
+    by_kind: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_kind.setdefault(candidate[1].kind, []).append(candidate)
     found = []
@@ -221,56 +271,42 @@ def spread(candidates: list[tuple[str, mutation.Mutant]]) -> list[tuple[str, mut
     return found
 
 
-def _batch(
-    factory: SandboxFactory,
-    base: Instance,
-    source: Path,
-    tests: Sequence[str],
-    good: Sequence[str],
-    batch: Sequence[tuple[str, mutation.Mutant]],
-    timeout_s: float,
-    most: int,
-) -> list[Instance]:
-    """At most so many admitted tasks of a batch of mutants."""
+def _batch(factory: SandboxFactory, about: Package, batch: Sequence[Candidate]) -> list[Instance]:
+    """The admitted tasks of a batch of mutants."""
     found = []
+    most = max(1, len(about.good) // 2)  # what breaks more is no bug that anybody would ship
     try:
-        screened = screen(factory, base, tests, [(path, m.source) for path, m in batch], timeout_s)
+        mutants = [(path, m.source, tests) for path, m, tests in batch]
+        screened = screen(factory, about.base, [f"--maxfail={most + 1}"], mutants, about.seconds)
     except SandboxError as error:
-        _log.warning("%s: a batch of mutants is left out: %s", base.repo, error)
+        _log.warning("%s: a batch of mutants is left out: %s", about.base.repo, error)
         return []
-    for (path, mutant), told in zip(batch, screened, strict=True):
-        if len(found) >= most:
-            break
+    for (path, mutant, tests), told in zip(batch, screened, strict=True):
         if told is None:
             continue  # it hangs or crashes the interpreter
-        fails = [t for t in good if told["outcomes"].get(t) in ("failed", "error")]
-        missing = [t for t in good if t not in told["outcomes"]]
-        if not fails or missing or len(fails) > len(good) // 2:
+        before = told["outcomes"]
+        fails = [t for t in tests if before.get(t) in ("failed", "error")]
+        if not fails or len(fails) > most or any(t not in before for t in tests):
             continue
-        draft = mutant_instance(base, source, path, mutant, fails, good, told["messages"])
-        kinds = {told["errors"].get(t, "") for t in fails}
-        if kinds <= set(datasets.Selection().skip_kinds):
+        if {told["errors"].get(t, "") for t in fails} <= set(datasets.Selection().skip_kinds):
             continue
+        draft = mutant_instance(about, path, mutant, fails, told["messages"])
         try:
-            admitted = admission.admit(factory, draft, runs=1)
-        except (SandboxError, InputError) as error:
-            _log.warning("%s: %s", draft.id, error)
-            continue
-        if admitted.instance is not None:
-            found.append(admitted.instance)
+            why = admission.confirm(factory, draft, before)
+        except InputError as error:
+            why = str(error)
+        if why:
+            _log.warning("%s is left out: %s", draft.id, why)
+        else:
+            found.append(draft)
     return found
 
 
 def mutant_instance(
-    base: Instance,
-    source: Path,
-    path: str,
-    mutant: mutation.Mutant,
-    fails: Sequence[str],
-    good: Sequence[str],
-    messages: Mapping[str, str],
+    about: Package, path: str, mutant: mutation.Mutant, fails: Sequence[str], messages: Mapping[str, str]
 ) -> Instance:
     """The task of undoing a mutant. The agent doesn't get the test files that notice it."""
+    base, source, good = about.base, about.source, about.good
     original = (source / path).read_bytes()
     changed = mutant.source.encode()
     files = tuple(dict.fromkeys(t.partition("::")[0] for t in fails))
@@ -285,6 +321,7 @@ def mutant_instance(
         pass_to_pass=tuple(t for t in good if t not in fails and t.partition("::")[0] in files),
         tests={f: (source / f).read_bytes() for f in files},
         hidden=files,
+        timeout_s=max(30.0, 20 * about.seconds),
         about={**base.about, "kind": mutant.kind, "function": mutant.function},
     )
 
@@ -407,23 +444,38 @@ def _placed(name: str, version: str, sha256: str, out: Path) -> Path:
 def _build_mutation(
     factory: SandboxFactory, packages: Sequence[Mapping[str, Any]], options: argparse.Namespace
 ) -> None:
+    """Goes on where an earlier run in the same folder was ended."""
     out: Path = options.out
     share = -(-options.count // max(1, len(packages)))
     for package in packages:
-        started, made = time.monotonic(), []
-        file = out / f"{package['name']}-mutation.jsonl"
+        started = time.monotonic()
+        file, place = out / f"{package['name']}-mutation.jsonl", out / f".{package['name']}-mutation.json"
+        about = {"version": package["version"], "seed": options.seed}
+        done = json.loads(place.read_text()) if place.is_file() and file.is_file() else {}
+        goes_on = about.items() <= done.items()
+        made, skip = (list(datasets.read(file)[0]), done["looked_at"]) if goes_on else ([], 0)
         try:
             source = _placed(package["name"], package["version"], package["sha256"], out)
-            for instance in mutation_tasks(
-                factory, package, source, wanted=share, seed=options.seed, workers=options.workers
-            ):
-                made.append(instance)
-                if len(made) % 20 == 0:
+            if len(made) < share:
+                rounds = mutation_tasks(
+                    factory,
+                    package,
+                    source,
+                    wanted=share - len(made),
+                    seed=options.seed,
+                    workers=options.workers,
+                    skip=skip,
+                )
+                for looked_at, new in rounds:
+                    skip = looked_at
+                    made += new
                     datasets.save(made, file)
+                    place.write_text(json.dumps({**about, "looked_at": skip}))
         except (InputError, SandboxError) as error:
             print(f"{package['name']}: {error}", file=sys.stderr)
         datasets.save(made, file)
-        print(f"{file}: {len(made)} tasks, {time.monotonic() - started:.0f} s", flush=True)
+        seconds = time.monotonic() - started
+        print(f"{file}: {len(made)} tasks of {skip} mutants, {seconds:.0f} s", flush=True)
 
 
 def _build_pairs(factory: SandboxFactory, pairs: Sequence[Mapping[str, Any]], out: Path) -> None:

@@ -136,8 +136,14 @@ def test_what_is_left_alone():
 
 def test_tasks_by_mutation(bubblewrap, source):
     """Real ones: the bug is in the agent's repository, its tests are not, and the fix is a small patch."""
-    made = list(build.mutation_tasks(bubblewrap, PACKAGE, source, wanted=2, workers=1))
+    rounds = list(build.mutation_tasks(bubblewrap, PACKAGE, source, wanted=2, workers=1))
+    made = [task for _, new in rounds for task in new]
     assert len(made) == 2
+    # Going on after the first mutants finds others.
+    (_, others), *_ = build.mutation_tasks(
+        bubblewrap, PACKAGE, source, wanted=1, workers=1, skip=rounds[-1][0]
+    )
+    assert not {t.id for t in others} & {t.id for t in made}
     for task in made:
         assert task.hidden == ("tests/test_columns.py",)
         assert task.fail_to_pass
