@@ -256,13 +256,15 @@ def evaluation(
     episodes: int = 100,
     kwargs: Mapping[str, Any] | None = None,
     during: bool = False,
+    attempts: int = 1,
 ) -> Config:
     """One row of the final table: one episode of each of the first `episodes` tasks of a split.
 
     `types` and `kwargs` replace those of `config.world` where given. `during`: every
-    `evaluate_every` steps too.
+    `evaluate_every` steps too. `attempts`: so many episodes of each task, which give Pass@k.
     """
     row = {"types": tuple(types), "split": split, "episodes": episodes, "during": during}
+    row["attempts"] = attempts
     return ConfigDict({**row, "kwargs": dict(kwargs or {})})
 
 
@@ -510,8 +512,9 @@ def check(config: Config) -> None:
             raise InputError(
                 f"config field 'evaluate.{name}' must be made by evaluation(...) in experiments/config.py."
             )
-        if not (count := got[f"evaluate.{name}.episodes"]) > 0:
-            raise InputError(f"config field 'evaluate.{name}.episodes' must be positive, got {count!r}.")
+        for field in ("episodes", "attempts"):
+            if not (count := got[f"evaluate.{name}.{field}"]) > 0:
+                raise InputError(f"config field 'evaluate.{name}.{field}' must be positive, got {count!r}.")
 
 
 def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:

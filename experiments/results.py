@@ -3,8 +3,9 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from metagym.rl.metrics import wilson, write_whole
 
 @dataclass(frozen=True)
 class Score:
-    """How often an evaluation succeeded, at temperature 1."""
+    """How often an evaluation succeeded, at temperature 1: Pass@1, and Pass@k for several attempts."""
 
     successes: int
     episodes: int  # that count
@@ -21,24 +22,69 @@ class Score:
     turns: float  # of an episode, on average
     low: float  # 95 % interval of the rate
     high: float
+    pass_at: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)  # k -> rate, low, high
 
     @classmethod
-    def of(cls, outcomes: Sequence[float], turns: Sequence[int], failed: int = 0) -> "Score":
-        """From raw outcomes: an episode succeeded if its outcome is above 0.5."""
-        good = sum(o > 0.5 for o in outcomes)
+    def of(cls, outcomes: Sequence[Sequence[float]], turns: Sequence[int], failed: int = 0) -> "Score":
+        """From raw outcomes by task: an episode succeeded if its outcome is above 0.5.
+
+        Pass@k for k = 2, 4, ... and the most attempts that a task has; tasks with fewer than k are left out.
+        """
+        tries = [(len(each), sum(o > 0.5 for o in each)) for each in outcomes if each]
+        most = max((n for n, _ in tries), default=0)
+        ks = sorted({most, *(2**i for i in range(1, most.bit_length()))} - {0, 1})
+        passes = {str(k): interval([pass_at_k(n, c, k) for n, c in tries if n >= k]) for k in ks}
+        good, count = sum(c for _, c in tries), sum(n for n, _ in tries)
+        _, low, high = interval([c / n for n, c in tries], [n for n, _ in tries])
         mean_turns = float(np.mean(turns)) if turns else math.nan
-        return cls(good, len(outcomes), failed, mean_turns, *wilson(good, len(outcomes)))
+        return cls(good, count, failed, mean_turns, low, high, passes)
 
     @property
     def rate(self) -> float:
         return self.successes / self.episodes if self.episodes else math.nan
 
     def metrics(self, name: str) -> dict[str, float]:
-        """The rate and its interval, by name."""
-        return {name: self.rate, f"{name}/low": self.low, f"{name}/high": self.high}
+        """The rates and their intervals, by name."""
+        rates = {name: (self.rate, self.low, self.high)}
+        rates |= {f"{name}/pass@{k}": told for k, told in self.pass_at.items()}
+        return {
+            f"{of}{what}": value
+            for of, told in rates.items()
+            for what, value in zip(("", "/low", "/high"), told, strict=True)
+        }
 
     def __str__(self) -> str:
-        return f"{100 * self.rate:5.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+        return _text(self.rate, self.low, self.high)
+
+
+def _text(rate: float, low: float, high: float) -> str:
+    return f"{100 * rate:5.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that one of k attempts succeeds, where c of n did: the unbiased estimate of 2107.03374."""
+    if not 0 < k <= n:
+        raise ValueError(f"Pass@{k} needs at least {k} attempts, there are {n}.")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def interval(values: Sequence[float], weights: Sequence[int] | None = None) -> tuple[float, float, float]:
+    """The mean of tasks' rates, weighted by their attempts if given, and its 95 % interval.
+
+    Wilson's, for as many trials as would vary as much as the mean does: attempts at the same task are no
+    independent trials. With one attempt each it is Wilson's itself; where all rates are 0 or all are 1, each
+    task counts as one trial.
+    """
+    if not values:
+        return math.nan, 0.0, 1.0
+    x = np.asarray(values, np.float64)
+    w = np.ones(len(x)) if weights is None else np.asarray(weights, np.float64)
+    mean = math.fsum(w * x) / math.fsum(w)
+    w = w / w.sum()
+    variance = float(np.square(w) @ np.square(x - mean))  # of the mean
+    trials = mean * (1 - mean) / variance if variance > 1e-12 else float(len(x))
+    low, high = wilson(mean * trials, trials)
+    return mean, low, high
 
 
 Curve = Mapping[int, Mapping[str, Score]]
@@ -62,6 +108,10 @@ def table(curve: Curve) -> str:
         before = curve[first].get(name, after)
         row: tuple[str, ...] = (name, str(after.episodes), str(before))
         rows.append(row if first == last else (*row, str(after), "yes" if after.low > before.high else "no"))
+        for k, told in after.pass_at.items():
+            old = before.pass_at.get(k, told)
+            row = (f"{name}, Pass@{k}", str(after.episodes), _text(*old))
+            rows.append(row if first == last else (*row, _text(*told), "yes" if told[1] > old[2] else "no"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     failed = sum(s.failed for scores in curve.values() for s in scores.values())
@@ -82,9 +132,14 @@ def read(path: Path) -> dict[int, dict[str, Score]]:
     """The scores of a results.json; none if there is none."""
     if not path.is_file():
         return {}
-    fields = Score.__dataclass_fields__
+    fields = Score.__dataclass_fields__  # earlier versions had fewer
+
+    def score(row: Mapping[str, Any]) -> Score:
+        known = {name: row[name] for name in fields if name in row}
+        return Score(**{**known, "pass_at": {k: tuple(v) for k, v in row.get("pass_at", {}).items()}})
+
     return {
-        int(step): {name: Score(**{k: s[k] for k in fields}) for name, s in by_name.items()}
+        int(step): {name: score(s) for name, s in by_name.items()}
         for step, by_name in json.loads(path.read_text())["scores"].items()
     }
 

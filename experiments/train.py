@@ -22,6 +22,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from metagym.envs.swe import datasets
 from metagym.errors import InputError
 from metagym.experiments import build, exact, ict, results
 from metagym.experiments import config as config_lib
@@ -35,7 +36,7 @@ from metagym.rl.metrics import EpisodeWriter, TensorBoardTracker, read_jsonl
 from metagym.rl.rollouts import Episode, Request, TaskStream, ThreadExecutor, collect
 from metagym.rl.train_step import Policy, init_state
 from metagym.rl.types import Algorithm, TrainState
-from metagym.types import Task, Trajectory
+from metagym.types import Group, Task, Trajectory
 
 # May differ between a run and its resumption: what is left is what the checkpoint was made with.
 FREE_ON_RESUME = (
@@ -80,20 +81,21 @@ class Parts:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One row of the table: these tasks, each once."""
+    """One row of the table: these tasks, each so many times."""
 
     tasks: Sequence[Task]
     episode: Episode
     during: bool
+    attempts: int
 
     def run(
         self, config: Config, version: int, on_end: Callable[[Request, Trajectory], None] | None = None
-    ) -> Score:
-        """Plays every task once, at temperature 1, with the same seeds whenever it is called."""
+    ) -> tuple[Score, Sequence[Group]]:
+        """Plays every task, at temperature 1, with the same seeds whenever it is called."""
         played = collect(
             self.episode,
             self.tasks,
-            1,
+            self.attempts,
             seed=config.seed,
             step=0,
             version=version,
@@ -102,9 +104,10 @@ class Evaluation:
             timeout_s=config.episode_timeout_s or None,
             on_end=on_end,
         )
-        counted = [t for group in played.groups for t in group.trajectories]
-        failed = len(self.tasks) - len(counted)
-        return Score.of([t.outcome for t in counted], [len(t.turns) for t in counted], failed)
+        groups = [group.trajectories for group in played.groups]
+        turns = [len(t.turns) for each in groups for t in each]
+        failed = self.attempts * len(self.tasks) - len(turns)
+        return Score.of([[t.outcome for t in each] for each in groups], turns, failed), played.groups
 
 
 @contextlib.contextmanager
@@ -148,6 +151,7 @@ def parts(config: Config, scratch: Path, last: Config | None = None) -> Iterator
                 pools[name].tasks[: row.episodes],
                 build.build_episode(final, backend, renderer, agents[1], pools[name], training=False),
                 row.during,
+                row.attempts,
             )
             for name, row in config.evaluate.items()
         }
@@ -207,7 +211,8 @@ def _train(
             def write(name: str, request: Request, trajectory: Trajectory) -> None:
                 out.write(f"eval-{step:06d}", f"{name}/{request.id}", trajectory, version=request.version)
 
-            scores = _scores(p, config, everything=step in (0, config.steps), on_end=write)
+            played = _scores(p, config, everything=step in (0, config.steps), on_end=write)
+        scores = {name: score for name, (score, _) in played.items()}
         for name, score in scores.items():
             console.write(f"step {step}/{config.steps}  {name}: {score}")
         curve[step] = scores
@@ -266,9 +271,9 @@ def _scores(
     *,
     everything: bool,
     on_end: Callable[[str, Request, Trajectory], None] | None = None,
-) -> dict[str, Score]:
-    """Runs the evaluations, or only those that are made during training. `on_end` gets each episode, with the
-    evaluation's name."""
+) -> dict[str, tuple[Score, Sequence[Group]]]:
+    """Runs the evaluations, or only those that are made during training: scores and episodes. `on_end` gets
+    each episode, with the evaluation's name."""
     return {
         name: e.run(config, p.backend.version, on_end and functools.partial(on_end, name))
         for name, e in p.evaluations.items()
@@ -276,8 +281,11 @@ def _scores(
     }
 
 
-def evaluate(config: Config, workdir: Path | None) -> results.Curve:
-    """Measures the newest checkpoint of a run, or without one the model as it comes; prints the table."""
+def evaluate(config: Config, workdir: Path | None, predictions: Path | None = None) -> results.Curve:
+    """Measures the newest checkpoint of a run, or without one the model as it comes; prints the table.
+
+    `predictions` is a folder for SWE-bench predictions files, one for each evaluation and attempt.
+    """
     if not config.evaluate:
         raise InputError("the config says nothing under `evaluate`: there is nothing to measure.")
     if workdir is not None and not (workdir / "checkpoints").is_dir():
@@ -291,11 +299,24 @@ def evaluate(config: Config, workdir: Path | None) -> results.Curve:
                 raise InputError(f"{workdir} has no checkpoints.")
             step, state, _ = found
             p.backend.load(state.params, int(state.version))
-        curve = {step: _scores(p, config, everything=True)}
+        played = _scores(p, config, everything=True)
+    curve = {step: {name: score for name, (score, _) in played.items()}}
+    if predictions is not None:
+        for name, (_, groups) in played.items():
+            _predict(groups, str(config.model.name), predictions / name)
     if workdir is not None:
         results.write(curve, workdir / "evaluation.json")
     print(results.table(curve))
     return curve
+
+
+def _predict(groups: Sequence[Group], model: str, path: Path) -> None:
+    """Writes what each attempt changed: PATH.jsonl, PATH-2.jsonl, ..."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number in range(max((len(g.trajectories) for g in groups), default=0)):
+        played = [g.trajectories[number] for g in groups if number < len(g.trajectories)]
+        file = path.with_name(f"{path.name}-{number + 1}.jsonl" if number else f"{path.name}.jsonl")
+        datasets.predictions([(t.task.id, t.patch or b"") for t in played], model, file)
 
 
 def _training_success(workdir: Path) -> dict[int, float]:
@@ -374,6 +395,8 @@ def eval_command(arguments: Sequence[str]) -> int:
         "a run: its newest checkpoint is measured, into its evaluation.json; default: the model as it comes"
     )
     parser.add_argument("--workdir", metavar="DIR", type=Path, help=text)
+    text = "write what was changed in worlds of software engineering, as SWE-bench predictions files"
+    parser.add_argument("--predictions", metavar="DIR", type=Path, help=text)
     options, config = config_lib.parse(arguments, parser)
-    evaluate(config, options.workdir)
+    evaluate(config, options.workdir, options.predictions)
     return 0

@@ -140,6 +140,7 @@ class _Episode:
         self.turns: list[Turn] = []
         self.seconds = {"env": 0.0, "model": 0.0}
         self.measured: Mapping[str, float] = {}  # by the world
+        self.patch: bytes | None = None
         self.format_errors = 0
         self.success: float | None = None
         self.final: str | None = None
@@ -255,6 +256,7 @@ class _Episode:
                 f"the observation is a {type(observation).__name__}, not a text: run() plays text envs"
             )
         self.measured = info.get("metrics", self.measured)
+        self.patch = info.get("patch", self.patch)
         told = info.get("outcome", info.get("success"))
         if told is not None:
             self.success = float(told)
@@ -295,6 +297,7 @@ class _Episode:
             error=error,
             system=self.system,
             final=self.final,
+            patch=self.patch,
         )
 
 

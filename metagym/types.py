@@ -196,6 +196,9 @@ class Trajectory:
     system: str | None = None  # the system prompt that the agent was given, if any
     final: str | None = None  # the observation after the last action; None if there was none
     branches: tuple["Branch", ...] = ()  # continuations from its turns, if some were played
+    patch: bytes | None = (
+        None  # what was changed, in worlds where that is what counts: the last info["patch"]
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from metagym.rl.types import Array, Batch
 from metagym.types import TokenTrace, Trajectory
 
 
-def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson(successes: float, n: float, z: float = 1.959964) -> tuple[float, float]:
     """The 95 % interval (Wilson's) of a share of `successes` in `n` trials; (0, 1) for no trials."""
     if n == 0:
         return 0.0, 1.0

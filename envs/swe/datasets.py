@@ -442,7 +442,7 @@ def predictions(results: Iterable[tuple[str, bytes]], model: str, path: Path) ->
         }
         for id, patch in results
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 
 __all__ = ["WORKDIR", "Selection", "contamination", "load", "predictions", "read", "save"]

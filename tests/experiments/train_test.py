@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 
+import gymnasium
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from metagym import cli
+from metagym.agents.swe import swe
+from metagym.episode import run as play
 from metagym.experiments import build, results
 from metagym.experiments import config as config_lib
 from metagym.experiments import train as train_lib
@@ -280,3 +283,42 @@ def test_envs_are_used_again():
 
 def test_what_may_change_on_resume_exists():
     assert set(train_lib.FREE_ON_RESUME) <= set(config_lib.base())
+
+
+def test_attempts_and_predictions(tmp_path, capsys):
+    """Several attempts at each task give Pass@k, and a predictions file for each."""
+    arguments = ["--config.evaluate.toy.attempts=3", f"--predictions={tmp_path / 'out'}"]
+    assert cli.main(["eval", "--config=debug", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "toy, Pass@2" in printed
+    assert "toy, Pass@3" in printed
+    files = [tmp_path / "out" / f"toy{n}.jsonl" for n in ("", "-2", "-3")]
+    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    assert [len({r["instance_id"] for r in each}) for each in rows] == [4, 4, 4]
+    assert {(r["model_name_or_path"], r["model_patch"]) for each in rows for r in each} == {("random", "")}
+
+
+def test_a_prediction_is_what_was_changed(tmp_path):
+    """By the real environment: the patch that was graded, and an episode that has none."""
+    fix = "```\nshell sed -i '2s/ [-+*] / + /' calc/add.py\n```"
+    submit = "```\nsubmit\n```"
+    replies = {"add-1": [fix, submit], "add-2": [submit]}
+
+    def make():
+        return gymnasium.make("metagym/SWE-v0", disable_env_checker=True, tasks=list(replies))
+
+    def episode(request):
+        env, script = make(), iter(replies[request.task.id])
+        try:
+            return play(env, lambda messages: next(script), request.task, seed=request.seed, agent=swe())
+        finally:
+            env.close()
+
+    evaluation = train_lib.Evaluation(make().unwrapped.tasks, episode, False, 1)
+    score, groups = evaluation.run(config_lib.load("debug"), 0)
+    assert (score.successes, score.episodes) == (1, 2)
+    train_lib._predict(groups, "m", tmp_path / "swe")
+    lines = (tmp_path / "swe.jsonl").read_text().splitlines()
+    rows = {r["instance_id"]: r["model_patch"] for r in map(json.loads, lines)}
+    assert "+    return" in rows["add-1"]
+    assert rows["add-2"] == ""
