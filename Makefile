@@ -1,6 +1,7 @@
 # make train   set up, then train SmolLM2-135M on MiniHack     CONFIG=file.py runs another config, ARGS="..." is passed on
 # make test    set up, then run the tests                      ARGS="tests/rl -k grpo" selects some
 # make test-harness   install the real coding harnesses (npm, pip), and test them end to end
+# make test-sglang    install SGLang (no GPU needed), and test its backend on real servers     TORCH=torch==2.13.0+cpu where pip needs it
 # make bench   speed beside PyTorch, TRL and Tunix             ARGS=grpo selects: grpo train decode prefill rollouts ...
 # make scale   compile training steps for TPUs that are elsewhere, and check that they fit (docs/scale.md)
 # make tasks   500 tasks of software engineering, made here (docs/swe.md)
@@ -8,7 +9,7 @@
 # make parity  ALFWorld beside TextWorld, models beside transformers, losses beside TRL's and verl's   ALFWORLD_DATA=DIR, ARGS="--train-per-type 300"
 # make check   what CI runs: format, lint, types, layout, tests
 .DEFAULT_GOAL := help
-.PHONY: help train test tasks test-harness bench parity parity-alfworld parity-losses parity-models soak scale lint check format requirements setup setup-test clean
+.PHONY: help train test tasks test-harness test-sglang bench parity parity-alfworld parity-losses parity-models soak scale lint check format requirements setup setup-test clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,6 +33,19 @@ test: $(VENV)/.test
 
 test-harness: $(VENV)/.test
 	METAGYM_TEST_HARNESS=1 $(PY) -m pytest tests/harness $(ARGS)
+
+test-sglang: $(VENV)/.test $(VENV)-sglang/.done
+	METAGYM_TEST_SGLANG="$(CURDIR)/$(VENV)-sglang/bin/python" $(PY) -m pytest -s tests/sglang $(ARGS)
+
+# By pip, which knows where CPU wheels of PyTorch are; a plain `torch` may bring gigabytes of CUDA. SGLang's CPU path is tested, so
+# without its dependencies, most of which are CUDA's.
+TORCH ?= torch==2.13.0
+$(VENV)-sglang/.done: $(VENV)/.uv requirements/sglang.txt
+	@$(PYTHON) -m venv --clear $(VENV)-sglang
+	@$(VENV)-sglang/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(VENV)-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	@VIRTUAL_ENV=$(VENV)-sglang $(BIN)/uv pip install --quiet -r requirements/sglang.txt
+	@touch $@
 
 bench: $(VENV)/.train
 	$(PY) benchmarks/run.py $(ARGS)
@@ -126,4 +140,4 @@ requirements: $(VENV)/.uv
 		pyproject.toml requirements/weights.in -o requirements/test.txt
 
 clean:
-	rm -rf $(VENV) $(VENV)-tpu $(VENV)-alfworld $(VENV)-transformers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-alfworld $(VENV)-transformers $(VENV)-sglang build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

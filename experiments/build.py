@@ -5,6 +5,7 @@ Whatever a config can get wrong is an InputError here, before anything is traine
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import json
 import logging
@@ -14,7 +15,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import gymnasium as gym
 import jax
@@ -51,6 +52,9 @@ from metagym.models.sharding import AXES
 from metagym.prefix import branches
 from metagym.protocols import Backend
 from metagym.proxy.backends.embedded import EmbeddedBackend, Tiles
+from metagym.proxy.backends.sglang import Push, SGLangBackend
+from metagym.proxy.backends.sglang_remote import Pause
+from metagym.proxy.backends.sglang_server import SGLangProcess
 from metagym.proxy.render import Renderer
 from metagym.proxy.session import Session
 from metagym.rl import advantages, algorithms, credit, losses, shaping
@@ -90,6 +94,8 @@ PENALTIES = {
 CHOICES = {"reduction": get_args(Reduction), "kl_in": ("loss", "reward")}
 MAX_CURRICULUM = 1_000_000
 DTYPES = ("float32", "bfloat16")
+ENGINES = ("embedded", "sglang")
+Engine: TypeAlias = EmbeddedBackend | SGLangBackend
 
 
 def call(what: str, function: Callable[..., Any], kwargs: Mapping[str, Any], more: Iterable[str] = ()) -> Any:
@@ -193,23 +199,25 @@ def build_model(config: Config, mesh: Mesh, workdir: Path) -> tuple[Llama, Path]
         raise InputError(f"config.model.name = {config.model.name!r}: {error}") from error
 
 
-def random_model(directory: Path, seed: int) -> Path:
-    """Writes a tiny Llama of random weights with a tokenizer of bytes and a ChatML template."""
+def random_model(directory: Path, seed: int, **fields: Any) -> Path:
+    """Writes a tiny model of random weights with a tokenizer of bytes and a ChatML template: a Llama, unless
+    `fields` of ModelConfig say otherwise."""
     vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)  # pyright: ignore
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    shape = ModelConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
+    tiny: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    }
+    shape = ModelConfig(**{**tiny, **fields})
     shutil.rmtree(directory, ignore_errors=True)
     save(Llama(shape, seed=seed), directory)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -244,6 +252,61 @@ def build_backend(config: Config, model: Llama) -> EmbeddedBackend:
     )
 
 
+def build_engine(config: Config, model: Llama, directory: Path, workdir: Path) -> Engine:
+    """What samples in training and evaluation. Logs of servers that it starts go to `workdir`."""
+    kind = config.engine.kind
+    if kind not in ENGINES:
+        raise UnknownNameError("config.engine.kind", kind, ENGINES)
+    if kind == "embedded":
+        return build_backend(config, model)
+    s = config.sglang
+    for name, given, known in (("push", s.push, get_args(Push)), ("pause", s.pause, get_args(Pause))):
+        if given not in known:
+            raise UnknownNameError(f"config.sglang.{name}", given, known)
+    return SGLangBackend(
+        s.urls or sglang_servers(directory, workdir, s.servers, s.args, s.gpus, s.python),
+        directory,
+        model=model,
+        router=s.router,
+        context=engine_context(config),
+        push=s.push,
+        pause=s.pause,
+        weights_dir=s.weights_dir or None,
+        dtype=dtype(config.model.engine_dtype),
+        routing=config.model.replay,
+        retries=s.retries,
+        timeout_s=s.timeout_s,
+        start_s=s.start_s,
+        restarts=s.restarts,
+        seed=config.seed,
+    )
+
+
+def sglang_servers(
+    directory: Path, workdir: Path, count: int, args: Sequence[str], gpus: Sequence[str], python: str
+) -> list[SGLangProcess]:
+    """Servers of the model in `directory`, to be started; their output goes to `workdir`."""
+    if gpus and len(gpus) != count:
+        raise InputError(
+            f"{count} SGLang servers need as many entries that name their GPUs; got {list(gpus)}"
+        )
+    if not python and importlib.util.find_spec("sglang") is None:
+        raise InputError(
+            "SGLang is not installed beside MetaGym, nor has it to be: make it an environment of its own, "
+            "and name that one's interpreter with config.sglang.python or --sglang-python (docs/serving.md)."
+        )
+    return [
+        SGLangProcess(
+            directory,
+            workdir / f"sglang-{i}.log",
+            args=args,
+            gpus=gpus[i] if gpus else None,
+            python=python,
+        )
+        for i in range(count)
+    ]
+
+
 def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
     """A function from a model's graphdef to the model as training computes it. Raises InputError for tiles
     without an engine that has the same."""
@@ -256,6 +319,8 @@ def build_policy(config: Config, mesh: Mesh) -> Callable[[Any], Policy]:
         )
     if config.model.replay and (config.model.name == "random" or not model_config(config).num_experts):
         raise InputError("config.model.replay is for mixtures of experts; this model is dense.")
+    if config.engine.kind != "embedded" and (config.model.tiled or config.engine.deterministic):
+        raise InputError("only the embedded engine computes as the trainer does, tile by tile.")
     if not config.model.tiled:
         return functools.partial(
             make_policy,

@@ -48,6 +48,7 @@ POSITIVE = (
     "batch.minibatches",
     "engine.slots",
     "engine.page_size",
+    *("sglang.servers", "sglang.timeout_s", "sglang.start_s"),
     "model.chunk",
     "batch.align",
     "checkpoints_kept",
@@ -68,6 +69,7 @@ NOT_NEGATIVE = (
     "agent.max_turns",
     "sampling.token_budget",
     "engine.num_pages",
+    *("sglang.retries", "sglang.restarts"),
     "model.lora_rank",
     "model.yarn",
     "checkpoint_every",
@@ -174,12 +176,28 @@ def base() -> Config:
     c.batch.share_prompts = False  # a group's prompt is computed once; for rows of some hundred tokens
     c.batch.merge_equal = True  # equal segments are computed once, with their advantages added up
 
-    c.engine = ConfigDict()  # the embedded one
+    c.engine = ConfigDict()
+    c.engine.kind = "embedded"  # or "sglang"; the embedded one has the fields that follow
     c.engine.slots = 32  # sequences that decode at the same time
     c.engine.page_size = 16  # tokens of a cache page
     c.engine.context = 0  # tokens of a conversation that it can hold; 0: sampling.context of any phase
     c.engine.num_pages = 0  # 0: as many as the slots can need
     c.engine.deterministic = False  # the same seed, the same bits, whatever runs at the same time; slower
+
+    c.sglang = ConfigDict()  # engine.kind = "sglang"; docs/serving.md
+    c.sglang.urls = ()  # running servers; none: they are started, on this machine
+    c.sglang.router = ""  # an SGLang router in front of them
+    c.sglang.servers = 1  # how many are started
+    c.sglang.gpus = ()  # CUDA_VISIBLE_DEVICES of each: ("1", "2"); none given: as it is here
+    c.sglang.args = ()  # further flags: ("--tp=2", "--mem-fraction-static=0.4")
+    c.sglang.python = ""  # an interpreter that has sglang; empty: this one
+    c.sglang.push = "disk"  # how weights get there; or "tensor"
+    c.sglang.weights_dir = ""  # where they are written; empty: in memory. Shared, if servers are elsewhere
+    c.sglang.pause = "retract"  # what a push does to replies: retract, in_place, abort, wait
+    c.sglang.retries = 2  # of a reply that was lost
+    c.sglang.timeout_s = 600.0  # of a reply
+    c.sglang.start_s = 1800.0  # of a server's start
+    c.sglang.restarts = 10  # of each
 
     c.mesh = ConfigDict()  # devices along each axis; -1: all that are left
     c.mesh.data = 1

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from metagym.errors import InputError, MissingExtraError
+from metagym.errors import InputError
 from metagym.protocols import Backend
 from metagym.proxy.render import Renderer
 from metagym.proxy.server import LOOPBACK, TRAINED, Proxy
@@ -27,7 +27,16 @@ def command(arguments: Sequence[str]) -> int:
         "--model", default="smollm2-135m", help='a name, a folder, or "random" for a tiny one'
     )
     parser.add_argument("--backend", choices=("embedded", "sglang"), default="embedded")
-    parser.add_argument("--sglang-url", default="", help="address of a running SGLang server")
+    parser.add_argument("--sglang-url", action="append", default=[], metavar="URL",
+                        help="a running SGLang server; again for more. Without: it is started")  # fmt: skip
+    parser.add_argument(
+        "--sglang-router", default="", metavar="URL", help="an SGLang router in front of them"
+    )
+    parser.add_argument("--sglang-arg", action="append", default=[], metavar="FLAG",
+                        help="a flag of a server that is started, such as --sglang-arg=--tp=2")  # fmt: skip
+    parser.add_argument("--sglang-gpus", action="append", default=[], metavar="0,1",
+                        help="start a server on these GPUs; again for more of them")  # fmt: skip
+    parser.add_argument("--sglang-python", default="", metavar="PATH", help="an interpreter that has sglang")
     parser.add_argument(
         "--host", default="127.0.0.1", help="beyond the loopback only with METAGYM_CONTROL_KEY"
     )
@@ -95,19 +104,26 @@ def _backend(options: argparse.Namespace) -> tuple[Backend, Renderer]:
     import tempfile
     from pathlib import Path
 
-    from metagym.experiments.build import random_model
-    from metagym.models import ModelError, load
+    from metagym.experiments.build import random_model, sglang_servers
+    from metagym.models import ModelError, load, resolve
+    from metagym.proxy.backends.embedded import EmbeddedBackend
+    from metagym.proxy.backends.sglang import SGLangBackend
 
     if options.backend == "sglang":
         try:
-            from metagym.proxy.backends.sglang import SGLangBackend  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MissingExtraError("the SGLang backend", "sglang", error) from error
-        if not Path(options.model).is_dir():
-            raise InputError("--backend=sglang needs --model=FOLDER, the one that SGLang serves")
-        return SGLangBackend(options.sglang_url), Renderer.from_dir(options.model, options.chat_template)
-    from metagym.proxy.backends.embedded import EmbeddedBackend
-
+            directory = resolve(options.model)
+        except ModelError as error:
+            raise InputError(f"--backend=sglang --model={options.model}: {error}") from error
+        renderer = Renderer.from_dir(directory, options.chat_template)
+        urls, gpus = options.sglang_url, options.sglang_gpus
+        logs = Path(tempfile.mkdtemp(prefix="metagym-serve-"))
+        if not urls:
+            print(f"starting SGLang; its output goes to {logs}", file=sys.stderr, flush=True)
+        servers = urls or sglang_servers(
+            directory, logs, max(1, len(gpus)), options.sglang_arg, gpus, options.sglang_python
+        )
+        router, context = options.sglang_router, options.context
+        return SGLangBackend(servers, directory, router=router, context=context), renderer
     try:
         if options.model == "random":
             directory = random_model(Path(tempfile.mkdtemp(prefix="metagym-serve-")), 0)

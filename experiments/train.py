@@ -29,7 +29,6 @@ from metagym.experiments import config as config_lib
 from metagym.experiments.config import Config
 from metagym.experiments.results import Score
 from metagym.experiments.tracking import Console, Together
-from metagym.proxy.backends.embedded import EmbeddedBackend
 from metagym.rl import checkpoint, loop
 from metagym.rl.health import matmul_rate
 from metagym.rl.metrics import EpisodeWriter, TensorBoardTracker, read_jsonl
@@ -52,6 +51,7 @@ FREE_ON_RESUME = (
     "record_traces",
     "mesh",
     "engine",
+    "sglang",
 )
 SHOWN = {
     "outcome/mean": "success",
@@ -73,7 +73,7 @@ class Parts:
     algorithm: Algorithm
     optimizer: optax.GradientTransformation
     reference: Any  # parameters that a KL term is measured against; None without one
-    backend: EmbeddedBackend
+    backend: build.Engine
     pool: build.EnvPool
     episode: Episode
     evaluations: dict[str, "Evaluation"]
@@ -144,7 +144,7 @@ def parts(config: Config, scratch: Path, last: Config | None = None) -> Iterator
         renderer = build.build_renderer(config, directory)
         if config.exact:
             print(exact.cost(config, model), flush=True)
-        backend = build.build_backend(config, model)
+        backend = build.build_engine(config, model, directory, scratch)
         stack.callback(backend.close)
         evaluations = {
             name: Evaluation(

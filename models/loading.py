@@ -11,9 +11,9 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -197,34 +197,31 @@ def save(
 ) -> Path:
     """Writes `model` as a Hugging Face directory, which transformers and SGLang load; returns it.
 
-    An adapter is added to the weights. `source` is the directory whose tokenizer, template and generation
-    config go along. `dtype` is the type of the saved weights. The directory appears whole or not at all.
-    Raises FileExistsError if it exists already.
+    An adapter is added to the weights, in a copy of them; without one, the parts of one layer's parameter
+    are gathered at a time. `source` is the directory whose tokenizer, template and generation config go
+    along. `dtype` is the type of the saved weights. The directory appears whole or not at all. Raises
+    FileExistsError if it exists already.
     """
-    from safetensors.numpy import save_file
-
-    model, target = merge(model), Path(directory)
+    target = Path(directory)
     if target.exists():
         raise FileExistsError(f"{target} exists already; save to a new directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        files: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
+        files: list[list[Tensor]] = [[]]
         size = 0
-        item = np.dtype(dtype).itemsize
-        for name, shape, read in _tensors(model):
-            nbytes = int(np.prod(shape)) * item
+        for tensor in named_tensors(model):
+            nbytes = int(np.prod(tensor.shape)) * np.dtype(dtype).itemsize
             if files[-1] and size + nbytes > SHARD_BYTES:
                 files.append([])
                 size = 0
             size += nbytes
-            files[-1].append((name, read))
+            files[-1].append(tensor)
         weight_map: dict[str, str] = {}
         for i, tensors in enumerate(files):
             file = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-            content = {name: np.ascontiguousarray(read().astype(dtype)) for name, read in tensors}
-            save_file(content, work / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(content, file)
+            _write(work / file, tensors, np.dtype(dtype))
+            weight_map |= dict.fromkeys((t.name for t in tensors), file)
         if len(files) > 1:
             (work / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
         config = {**model.config.to_dict(), "torch_dtype": np.dtype(dtype).name}
@@ -243,21 +240,51 @@ def save(
     return target
 
 
-def _tensors(model: Decoder) -> list[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
-    """(Hugging Face name, shape, how to get it) of every tensor, in layer order."""
+class Tensor(NamedTuple):
+    """A tensor as Hugging Face has it. `read` brings it to the host."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+def named_tensors(model: Decoder) -> list[Tensor]:
+    """Every tensor of a model, its adapter added, in layer order. They are gathered when they are read."""
+    model = merge(model)
     c = model.config
     params = {
         ".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))
     }
     recipes = _recipes(c)
 
-    def read(path: str, at: tuple[int, ...], part: int) -> np.ndarray:
+    @functools.lru_cache(maxsize=1)  # the parts of one parameter follow each other
+    def parts(path: str, at: tuple[int, ...]) -> Sequence[np.ndarray]:
         split = recipes[path].split
-        return np.asarray(params[path]) if split is None else split(np.asarray(params[path][at]))[part]
+        return [np.asarray(params[path])] if split is None else split(np.asarray(params[path][at]))
+
+    def read(path: str, at: tuple[int, ...], part: int) -> np.ndarray:
+        return parts(path, at)[part]
 
     return [
-        (name.format(*at), shape, functools.partial(read, path, at, part))
+        Tensor(name.format(*at), shape, functools.partial(read, path, at, part))
         for path, recipe in recipes.items()
         for at in recipe.numbers()
         for part, (name, shape) in enumerate(zip(recipe.names, recipe.shapes, strict=True))
     ]
+
+
+def _write(path: Path, tensors: Sequence[Tensor], dtype: np.dtype) -> None:
+    """Writes a safetensors file, with one tensor in memory at a time."""
+    kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype.name]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + int(np.prod(tensor.shape)) * dtype.itemsize
+        header[tensor.name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            whole = np.ascontiguousarray(tensor.read().astype(dtype, copy=False))
+            whole.reshape(-1).view(np.uint8).tofile(file)

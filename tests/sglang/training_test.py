@@ -1,0 +1,132 @@
+"""GRPO with every token from SGLang, through a kill of the server in the middle of it."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import gymnasium
+import numpy as np
+import pytest
+
+from metagym.experiments import config as config_lib
+from metagym.experiments import train as train_lib
+from metagym.proxy.backends.sglang import SGLangBackend
+from metagym.rl.metrics import read_jsonl
+from metagym.text_env import NumberedTasks, TextEnv
+
+STEPS = 6
+
+
+class HighBytes(TextEnv):
+    """Three turns; each is worth a third if the reply's first letter is in the upper half of the alphabet."""
+
+    def __init__(self, *, split="train", types=None, tasks=None, max_turns=3, render_mode=None):
+        world = NumberedTasks(["high"], {"train": range(1000), "test": range(1000, 1100)})
+        super().__init__(
+            world, split=split, types=types, tasks=tasks, max_turns=max_turns, render_mode=render_mode
+        )
+
+    def _begin(self, task, seed, rng, options):
+        self.turn = self.won = 0
+        return f"Letter {rng.integers(100)}?", {"action": None}
+
+    def _act(self, action):
+        self.turn += 1
+        self.won += bool(action) and ord(action[0]) > 90
+        done = self.turn == 3
+        reward = (self.won / 3) if done else 0.0
+        return f"Letter {self.turn}?", reward, done, False, {"action": action, "success": self.won == 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    gymnasium.register("test/HighBytes-v0", entry_point=HighBytes)
+    yield
+    del gymnasium.registry["test/HighBytes-v0"]
+
+
+def config_of(folder, python, flags):
+    c = config_lib.base()
+    c.steps = STEPS
+    c.model.name, c.model.chat_template = str(folder), "plain"
+    c.model.chunk = 64
+    c.world.id = "test/HighBytes-v0"
+    c.sampling.max_tokens, c.sampling.context = 6, 128
+    c.groups_per_step, c.group_size, c.max_workers = 4, 8, 32
+    c.mesh.fsdp = 1
+    c.optimizer.learning_rate = 1e-3
+    c.batch.rows, c.batch.length = 8, 256
+    c.record_traces = True
+    c.checkpoint_every = 1
+    c.engine.kind = "sglang"
+    c.sglang.python, c.sglang.args, c.sglang.start_s = python, flags, 600.0
+    c.max_distance = 1e-4
+    config_lib.check(c)
+    return c
+
+
+def test_grpo_through_a_kill(qwen2, python, flags, tmp_path, monkeypatch, capfd):
+    """kill -9 of the server while step 3 is played: those episodes are infra faults and played again, the
+    server comes back with the weights of step 2, and training goes on to the end."""
+    killed = threading.Event()
+    submit, made = SGLangBackend.submit, []
+
+    def watched(self, ids, sampling):
+        made.append(self)
+        future = submit(self, ids, sampling)
+        if self.version >= 2 and not killed.is_set():
+            killed.set()
+
+            def kill():
+                time.sleep(0.3)  # in the middle of generations
+                os.killpg(self._remotes[0].process.pid, signal.SIGKILL)
+
+            threading.Thread(target=kill).start()
+        return future
+
+    monkeypatch.setattr(SGLangBackend, "submit", watched)
+    workdir = tmp_path / "run"
+    start = time.monotonic()
+    train_lib.train(config_of(qwen2[1], python, flags), workdir)
+    took = time.monotonic() - start
+    assert killed.is_set()
+
+    steps = read_jsonl(workdir / "metrics.jsonl")
+    steps = [s for s in steps if "update/applied" in s]
+    assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
+    assert all(s["update/applied"] for s in steps)  # weights changed in each
+    assert [s["version"] for s in steps] == list(range(1, STEPS + 1))
+    faults = {s["step"]: s["stop/infra"] for s in steps if s["stop/infra"]}
+    assert set(faults) == {3}, faults
+    assert all(s["episodes/missing"] == 0 for s in steps)  # they were played again
+    assert any(s["groups/kept"] for s in steps)
+    # What SGLang says and what the trainer computes, tokens of the step's own weights.
+    worst, pearson = max(s["sampler/max"] for s in steps), min(s["sampler/pearson"] for s in steps)
+    told = f"{took:.0f} s; infra faults {faults}; sampler distance at most {worst:.1e}, Pearson {pearson:.8f}"
+    print(told)
+    assert worst < 1e-4
+    assert pearson > 0.9999
+
+    versions, outcomes, sampled = {}, {}, 0
+    for path in sorted((workdir / "episodes").glob("0*.jsonl")):
+        for line in path.read_text().splitlines():
+            episode = json.loads(line)
+            if episode["stop"] == "infra":
+                assert "lost" in episode["error"], episode["error"]
+                continue
+            outcomes.setdefault(episode["group"], set()).add(round(episode["outcome"], 6))
+            for trace in episode["traces"]:
+                own = np.array(trace["version"])[np.array(trace["sampled"])]
+                versions.setdefault(int(path.stem), set()).update(own.tolist())
+                sampled += len(own)
+    assert any(len(found) > 1 for found in outcomes.values())
+    assert versions == {
+        step: {step - 1} for step in range(1, STEPS + 1)
+    }  # on policy, the kill notwithstanding
+    (backend,) = set(made)
+    stats = backend.stats()
+    assert stats["restarts"] == 1
+    assert stats["sampled_tokens"] >= sampled > 0  # all of them are SGLang's
+    assert stats["loads"] == STEPS + 1
