@@ -7,10 +7,12 @@ when it starts.
 
 Nothing is left behind: each container has labels that name its owner, and a line in the ledger. The next
 factory on this machine removes the containers, with their volumes, whose owner is dead; nobody else's are
-touched. Calls to the engine are `max_calls` at a time, each with a deadline.
+touched. Calls to the engine are `max_calls` at a time, each with a deadline; one that is to end something has
+a short one, and what then still is there waits in the ledger.
 """
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -21,10 +23,11 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from metagym.envs.swe.ledger import TTL_S, Entry, Ledger, machine
+from metagym.envs.swe.ledger import DISK_FLOOR, TTL_S, Entry, Ledger, check_room, machine
 from metagym.envs.swe.shell import OUTPUT_CAP, SUPERVISOR, Limit, Shell, ShellSandbox
 from metagym.envs.worker import alive
 from metagym.errors import InputError, MissingExtraError, SandboxError
@@ -103,6 +106,9 @@ class DockerFactory(Live):
         max_calls: calls to the engine at the same time.
         timeout_s: deadline of each call.
         retries: of a call that failed because the engine did not answer, with growing pauses.
+        end_s: deadline of a call that ends something.
+        disk_floor: bytes that must be free on the engine's disk, where it is this machine's: below, a start
+            and a command that fails are infra.
         ttl_s: after which another process may remove a sandbox.
         cap: bytes of output that a command may return.
 
@@ -119,6 +125,8 @@ class DockerFactory(Live):
         max_calls: int = 8,
         timeout_s: float = 120.0,
         retries: int = 3,
+        end_s: float = 30.0,
+        disk_floor: int = DISK_FLOOR,
         ttl_s: float = TTL_S,
         cap: int = OUTPUT_CAP,
         client: Any = None,
@@ -130,7 +138,7 @@ class DockerFactory(Live):
             raise MissingExtraError("the Docker sandbox", "swe", error) from error
         self._errors, self._not_found = (DockerException, OSError), NotFound
         self._calls = threading.BoundedSemaphore(max_calls)
-        self._retries, self._timeout_s = retries, timeout_s
+        self._retries, self._end_s, self._floor = retries, end_s, disk_floor
         self._env, self._user, self._cap = dict(env or {}), user, cap
         self._live: dict[str, DockerSandbox] = {}
         self._images: set[str] = set()
@@ -146,9 +154,28 @@ class DockerFactory(Live):
                     f"no Docker engine answers at {host or 'its usual socket'}: {error}"
                 ) from error
         self.client = client
-        self._ledger = Ledger("docker", ledger, ttl_s)
+        self._ledger = Ledger("docker", ledger, ttl_s, disk_floor)
+        self._host = host or ""
         self.call("ping", self.client.ping)
         self.swept = self.sweep()
+
+    def end(self, what: str, function: Callable[[], T]) -> T:
+        """A call that ends something: tried once, and not waited for after its deadline."""
+        return self.call(what, lambda: _within(self._end_s, function), retry=False)
+
+    @functools.cached_property
+    def _about(self) -> tuple[str, bool]:
+        """The engine's folder ("": not on this machine), and whether it is Podman."""
+        version = self.call("version", self.client.version)
+        podman = any("podman" in c.get("Name", "").lower() for c in version.get("Components") or ())
+        root = str(self.call("info", self.client.info).get("DockerRootDir") or "")
+        here = not self._host or self._host.startswith("unix:")
+        return (root if here and root and os.path.isdir(root) else ""), podman
+
+    def check_room(self) -> None:
+        """Raises SandboxError if the engine's disk is nearly full."""
+        if root := self._about[0]:
+            check_room(root, self._floor)
 
     def call(self, what: str, function: Callable[[], T], *, retry: bool = True) -> T:
         """A call to the engine, when its turn comes. Raises SandboxError, and docker's NotFound as it is."""
@@ -214,6 +241,10 @@ class DockerFactory(Live):
         from docker import types as docker_types
 
         api = self.client.api
+        self.check_room()
+        ulimits = {"fsize": limits.disk}
+        if self._about[1]:  # it asks for a million of each where none are given, which not every host allows
+            ulimits |= {"nofile": 4096, "nproc": 16384}
         bound = {m.source: {"bind": m.target, "mode": "ro"} for m in mounts if not m.write}
         config = api.create_host_config(
             network_mode="none",
@@ -223,7 +254,7 @@ class DockerFactory(Live):
             memswap_limit=limits.memory,
             pids_limit=limits.pids,
             nano_cpus=int(limits.cpus * 1e9),
-            ulimits=[docker_types.Ulimit(name="fsize", soft=limits.disk, hard=limits.disk)],
+            ulimits=[docker_types.Ulimit(name=n, soft=v, hard=v) for n, v in ulimits.items()],
             binds=bound,
             log_config={"type": "none"},
         )
@@ -282,7 +313,7 @@ class DockerFactory(Live):
         """Removes a container with its volumes, however it resists. Raises SandboxError if it can't be."""
         with contextlib.suppress(self._not_found):
             try:
-                self.call("remove", lambda: self.client.api.remove_container(name, v=True, force=True))
+                self.end("remove", lambda: self.client.api.remove_container(name, v=True, force=True))
             except SandboxError as error:
                 if "in progress" not in str(error):
                     raise
@@ -293,7 +324,7 @@ class DockerFactory(Live):
         try:
             self._remove(sandbox.entry.id)
         except SandboxError as error:  # the ledger keeps it: the next sweep tries again
-            _log.warning("sandbox %s could not be removed: %s", sandbox.id, error)
+            _log.warning("sandbox %s could not be removed: %s", sandbox.id, str(error))
             return
         self._ledger.remove(sandbox.entry)
 
@@ -306,6 +337,25 @@ class DockerFactory(Live):
             with contextlib.suppress(SandboxError, self._not_found):
                 self.call("remove", lambda image=image: self.client.api.remove_image(image, force=True))
         self.client.close()
+
+
+def _within(seconds: float, function: Callable[[], T]) -> T:
+    """What a function returns or raises; TimeoutError after so many seconds: its thread is left behind."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return future.result(seconds)
+    except TimeoutError as error:
+        if future.done():
+            raise
+        raise TimeoutError(f"no answer within {seconds:g} s") from error
 
 
 def _tar(source: str, target: str, user: str | None) -> bytes:
@@ -334,7 +384,7 @@ class DockerSandbox(ShellSandbox):
 
     def _interrupt(self) -> None:
         try:
-            self._factory.call("kill", lambda: self._factory.client.api.kill(self.entry.id, signal="SIGUSR1"))
+            self._factory.end("kill", lambda: self._factory.client.api.kill(self.entry.id, signal="SIGUSR1"))
         except self._factory._not_found as error:
             raise ProcessLookupError(str(error)) from error
 
@@ -357,6 +407,7 @@ class DockerSandbox(ShellSandbox):
                 )
                 return "memory" if about["State"].get("OOMKilled") else None
             return None
+        self._factory.check_room()
         before, self._seen = self._seen, self._look()
         hit: Sequence[Limit] = [limit for limit in self._seen if self._seen[limit] > before[limit]]
         return hit[0] if hit else None

@@ -20,9 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from metagym.envs.worker import alive, process_start
+from metagym.errors import SandboxError
 
 _log = logging.getLogger("metagym.swe")
 TTL_S = 24 * 3600.0
+DISK_FLOOR = 512 << 20  # bytes that must be free on this machine's disk
+
+
+def check_room(folder: str | os.PathLike[str], floor: int) -> None:
+    """Raises SandboxError if fewer than `floor` bytes are free where a folder is: what fails then is nobody's
+    doing."""
+    free = os.statvfs(folder)
+    if (left := free.f_bavail * free.f_frsize) < floor:
+        raise SandboxError(
+            f"the disk of {os.fspath(folder)} is nearly full: {left >> 20} MiB are left, "
+            f"{floor >> 20} are needed."
+        )
 
 
 def state_folder() -> Path:
@@ -60,13 +73,14 @@ class Entry:
 class Ledger:
     """The sandboxes of one kind. Safe to use by many threads and processes at the same time."""
 
-    def __init__(self, kind: str, folder: Path | None = None, ttl_s: float = TTL_S):
-        self.kind, self.ttl_s = kind, ttl_s
+    def __init__(self, kind: str, folder: Path | None = None, ttl_s: float = TTL_S, floor: int = DISK_FLOOR):
+        self.kind, self.ttl_s, self.floor = kind, ttl_s, floor
         self.folder = (folder or state_folder() / "sandboxes").absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, handle: Mapping[str, Any]) -> Entry:
-        """A new entry, on disk before this returns."""
+        """A new entry, on disk before this returns. Raises SandboxError if the disk is full."""
+        check_room(self.folder, self.floor)
         pid = os.getpid()
         id = f"metagym-{secrets.token_hex(6)}"
         entry = Entry(
@@ -117,7 +131,10 @@ class Ledger:
         return self.folder / f"{entry.id}.json"
 
     def _write(self, entry: Entry) -> None:
-        descriptor, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+        try:
+            descriptor, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+        except OSError as error:
+            raise SandboxError(f"no sandbox can be recorded in {self.folder}: {error}") from error
         try:
             with os.fdopen(descriptor, "w") as file:
                 json.dump(asdict(entry), file)

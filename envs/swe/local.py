@@ -16,7 +16,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from metagym.envs.swe.shell import OUTPUT_CAP, SUPERVISOR, Pipes, Shell, ShellSandbox
+from metagym.envs.swe.ledger import DISK_FLOOR, check_room
+from metagym.envs.swe.shell import OUTPUT_CAP, SUPERVISOR, Limit, Pipes, Shell, ShellSandbox
 from metagym.errors import InputError
 from metagym.live import Live
 from metagym.protocols import Sandbox
@@ -52,6 +53,7 @@ class LocalFactory(Live):
         if len(folders) > 1:
             raise InputError("a local sandbox takes one copy-on-write folder.")
         source = image if image in self._snapshots else folders[0].source if folders else None
+        check_room(tempfile.gettempdir(), LocalSandbox.floor)
         work = tempfile.mkdtemp(prefix="metagym-local-")
         if source:
             shutil.copytree(source, work, symlinks=True, dirs_exist_ok=True)
@@ -89,6 +91,8 @@ class LocalFactory(Live):
 class LocalSandbox(ShellSandbox):
     """See `metagym.protocols.Sandbox`. `work` is the folder it begins in, removed at the end."""
 
+    floor = DISK_FLOOR
+
     def __init__(self, process: subprocess.Popen[bytes], work: str, cap: int):
         self._process, self.work = process, work
         assert process.stdin is not None
@@ -107,6 +111,10 @@ class LocalSandbox(ShellSandbox):
                 for pid in children:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal_number)
+
+    def _limit(self, status: int | None, gone: bool = False) -> Limit | None:
+        check_room(self.work, self.floor)
+        return None
 
     def close(self) -> None:
         if self.closed:

@@ -1,5 +1,7 @@
 """Nothing is left behind, and nothing of others is touched."""
 
+import dataclasses
+import gc
 import json
 import os
 import signal
@@ -195,6 +197,69 @@ def test_calls_to_the_engine_are_capped(tmp_path):
     for thread in threads:
         thread.join()
     assert client.most == 3
+
+
+def test_a_kill_that_hangs(tmp_path, docker, docker_image):
+    """CASES 52: it is not waited for; the sandbox is infra, and what resists waits in the ledger."""
+    docker._end_s = 0.5
+    sandbox = docker.start(docker_image, [Mount("/usr", "/usr")])
+    api, hanging = docker.client.api, threading.Event()
+    real = api.kill, api.remove_container
+    api.kill = api.remove_container = lambda *args, **kwargs: hanging.wait(60)
+    before = time.monotonic()
+    with pytest.raises(SandboxError, match=r"failed in kill: no answer within 0\.5 s"):
+        sandbox.exec("sleep 50", 0.2)
+    sandbox.close()
+    assert time.monotonic() - before < 20
+    assert [p.stem for p in (tmp_path / "ledger").glob("*.json")] == [sandbox.id]
+    hanging.set()
+    api.kill, api.remove_container = real
+    entry = docker._ledger.entries()[0]
+    docker._ledger._write(dataclasses.replace(entry, ttl_s=-1.0))  # as the next process sees it
+    assert docker.sweep() == [sandbox.id]
+    assert not api.containers(all=True, filters={"name": sandbox.id})
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # docker-py's, of calls that failed
+def test_an_engine_that_is_killed(own_engine, tmp_path, put_image):
+    """Episodes that run are infra, within moments, and what is left of them stays in the ledger."""
+    process, host = own_engine
+    put_image(host)
+    factory = DockerFactory(host=host, ledger=tmp_path / "ledger", retries=0)
+    sandboxes = [factory.start("metagym-test:skeleton", [Mount("/usr", "/usr")]) for _ in range(2)]
+    assert sandboxes[0].exec("echo ok", 10).output == "ok\n"
+    process.kill()
+    process.wait()
+    before = time.monotonic()
+    for sandbox in sandboxes:
+        with pytest.raises(SandboxError):
+            sandbox.exec("sleep 60", 60)
+    with pytest.raises(SandboxError, match="the Docker engine failed in"):
+        factory.start("metagym-test:skeleton", [Mount("/usr", "/usr")])
+    factory.close()
+    assert time.monotonic() - before < 30
+    assert {s.id for s in sandboxes} <= {e.id for e in factory._ledger.entries()}  # for the next sweep
+    gc.collect()
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "docker", "local"])
+def test_a_host_disk_that_is_nearly_full(kind, request, tmp_path, monkeypatch):
+    """No new sandbox, and a command that fails is infra, not the agent's; with room again all is well."""
+    factory = request.getfixturevalue(kind)
+    image, mounts = ("metagym-test:skeleton", [Mount("/usr", "/usr")]) if kind == "docker" else ("host", [])
+    sandbox = factory.start(image, mounts)
+    room = os.statvfs(tmp_path)
+    full = os.statvfs_result([*room[:3], 0, 0, *room[5:]])
+    with monkeypatch.context() as patch:
+        patch.setattr("metagym.envs.swe.ledger.os.statvfs", lambda path: full)
+        with pytest.raises(SandboxError, match="is nearly full: 0 MiB are left"):
+            factory.start(image, mounts)
+        if kind != "bubblewrap":  # it writes to memory, never to a disk
+            with pytest.raises(SandboxError, match="is nearly full"):
+                sandbox.exec("cat /nowhere", 10)
+    assert sandbox.exec("cat /nowhere", 10).exit_code == 1
+    factory.start(image, mounts).close()
+    sandbox.close()
 
 
 def test_labels_name_the_owner(docker, docker_image, docker_host):
