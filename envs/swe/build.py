@@ -445,10 +445,9 @@ def _build_mutation(
     factory: SandboxFactory, packages: Sequence[Mapping[str, Any]], options: argparse.Namespace
 ) -> None:
     """Goes on where an earlier run in the same folder was ended."""
-    out: Path = options.out
-    share = -(-options.count // max(1, len(packages)))
-    for package in packages:
-        started = time.monotonic()
+    out, missing = options.out, options.count
+    for number, package in enumerate(packages):
+        started, share = time.monotonic(), -(-missing // (len(packages) - number))  # of what is left to make
         file, place = out / f"{package['name']}-mutation.jsonl", out / f".{package['name']}-mutation.json"
         about = {"version": package["version"], "seed": options.seed}
         done = json.loads(place.read_text()) if place.is_file() and file.is_file() else {}
@@ -474,6 +473,7 @@ def _build_mutation(
         except (InputError, SandboxError) as error:
             print(f"{package['name']}: {error}", file=sys.stderr)
         datasets.save(made, file)
+        missing -= len(made)
         seconds = time.monotonic() - started
         print(f"{file}: {len(made)} tasks of {skip} mutants, {seconds:.0f} s", flush=True)
 

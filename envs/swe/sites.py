@@ -1,7 +1,9 @@
 """Folders of packages that tests need, mounted read-only into sandboxes."""
 
+import compileall
 import hashlib
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,9 @@ def _cached(name: str, make: Callable[[Path], None]) -> str:
         work = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
         try:
             make(work)
+            # Sandboxes can't write it: without this every run of the tests would compile pytest anew.
+            mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+            compileall.compile_dir(work, quiet=2, invalidation_mode=mode)
             work.chmod(0o755)
             for path in work.rglob("*"):
                 if not path.is_symlink():
@@ -59,7 +64,7 @@ def copied(names: Sequence[str] = PYTEST) -> str:
         _command(folder, "pytest")
 
     versions = ",".join(f"{d.metadata['Name']}={d.version}" for d in found)
-    return _cached(f"copied-{hashlib.sha256(versions.encode()).hexdigest()[:16]}", make)
+    return _cached(f"copied-2-{hashlib.sha256(versions.encode()).hexdigest()[:16]}", make)
 
 
 def installed(requirements: Sequence[str]) -> str:
@@ -82,7 +87,7 @@ def installed(requirements: Sequence[str]) -> str:
         _command(folder, "pytest")
 
     about = ",".join(sorted(requirements)) + f" {sys.version_info[:2]}"
-    return _cached(f"installed-{hashlib.sha256(about.encode()).hexdigest()[:16]}", make)
+    return _cached(f"installed-2-{hashlib.sha256(about.encode()).hexdigest()[:16]}", make)
 
 
 def _command(folder: Path, name: str) -> None:
