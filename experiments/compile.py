@@ -215,35 +215,18 @@ def collectives(text: str) -> tuple[Collective, ...]:
     return tuple(sorted(made, key=lambda c: -c.bytes * c.times))
 
 
-def compile_step(config: Any, topology: str) -> Report:
-    """Compiles the gradient and the update of a config's training step for a topology, "v5p:8x8x4".
-
-    Raises InputError for a topology or mesh that makes no sense, TrainingError with the compiler's words for
-    a program that it refuses, as it does one that does not fit.
-    """
-    generation = topology.partition(":")[0]
-    if generation not in CHIPS or ":" not in topology:
-        raise InputError(
-            f"topology {topology!r}: expected GENERATION:SHAPE, of {', '.join(CHIPS)}; v5p:4x4x4."
-        )
-    if importlib.util.find_spec("libtpu") is None:
-        raise MissingExtraError("metagym doctor --compile", "tpu-compile", ModuleNotFoundError("libtpu"))
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor one to share
+def step_programs(config: Any, devices: Sequence[Any]) -> tuple[Any, dict[str, tuple[Any, tuple[Any, ...]]]]:
+    """The mesh of a config's training step over devices, and its programs by name, each with what it takes:
+    shapes, with their shardings; there are no weights."""
     import jax
     import numpy as np
     from flax import nnx
-    from jax.experimental import topologies
 
     from metagym.experiments import build
     from metagym.models import Decoder, param_shardings
     from metagym.rl.batching import empty_batch
-    from metagym.rl.train_step import HOST, abstract_state, batch_sharding, make_train_step, state_shardings
+    from metagym.rl.train_step import abstract_state, batch_sharding, make_train_step, state_shardings
 
-    try:
-        devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    except Exception as error:  # the plugin raises errors of its own
-        raise InputError(f"topology {topology!r}: {' '.join(str(error).split())[:300]}") from error
     mesh = build.build_mesh(config, devices)
     shape = build.model_config(config)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(shape)))
@@ -263,6 +246,42 @@ def compile_step(config: Any, topology: str) -> Report:
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     grads = jax.tree.map(lambda x: on(x, x.sharding), params)
     flag = jax.ShapeDtypeStruct((), np.bool_, sharding=whole)
+    return mesh, {
+        "gradient": (step.gradient, (state.params, batch, flag)),
+        "update": (step.apply, (state, grads)),
+    }
+
+
+def compile_step(config: Any, topology: str) -> Report:
+    """Compiles the gradient and the update of a config's training step for a topology, "v5p:8x8x4".
+
+    Raises InputError for a topology or mesh that makes no sense, TrainingError with the compiler's words for
+    a program that it refuses, as it does one that does not fit.
+    """
+    generation = topology.partition(":")[0]
+    if generation not in CHIPS or ":" not in topology:
+        raise InputError(
+            f"topology {topology!r}: expected GENERATION:SHAPE, of {', '.join(CHIPS)}; v5p:4x4x4."
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise MissingExtraError("metagym doctor --compile", "tpu-compile", ModuleNotFoundError("libtpu"))
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor one to share
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    from metagym.experiments import build
+    from metagym.rl.train_step import HOST
+
+    try:
+        devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    except Exception as error:  # the plugin raises errors of its own
+        raise InputError(f"topology {topology!r}: {' '.join(str(error).split())[:300]}") from error
+    mesh, programs = step_programs(config, devices)
+    shape = build.model_config(config)
+    state = programs["update"][1][0]
+    rows, length = config.batch.rows, config.batch.length
 
     def held(tree: Any) -> int:
         return sum(
@@ -296,8 +315,8 @@ def compile_step(config: Any, topology: str) -> Report:
         )
 
     programs = (
-        compiled("gradient", step.gradient, (state.params, batch, flag), held(state.opt_state)),
-        compiled("update", step.apply, (state, grads), 0),
+        compiled("gradient", *programs["gradient"], held(state.opt_state)),
+        compiled("update", *programs["update"], 0),
     )
     chip = CHIPS[generation]
     # Forward, again in the backward pass, and there seven products, as the kernels make them: of two each.
@@ -306,7 +325,7 @@ def compile_step(config: Any, topology: str) -> Report:
         topology,
         mesh.size,
         rows * length,
-        sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
         chip.memory * 1e9,
         model_flops(shape, rows, length),
         sum(p.cycles for p in programs) / (chip.clock * 1e9),
