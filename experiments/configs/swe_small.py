@@ -49,6 +49,7 @@ def get_config():
     config.optimizer.learning_rate = 2e-5
     config.batch.rows = 2
     config.batch.length = 512
+    config.batch.share_prompts = True
     config.engine.slots = 16
     config.engine.page_size = 8
 
