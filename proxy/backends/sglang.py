@@ -377,9 +377,9 @@ class SGLangBackend(Live):
         while not (up := [r for r in self._remotes if r.up and r not in lost_at]):
             if lost_at:
                 return None
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or all(r.gone for r in self._remotes):
                 why = "; ".join(f"{r.url}: {r.why}" for r in self._remotes)
-                raise EngineError(f"no SGLang server was up within {self._start_s:g} s: {why}")
+                raise EngineError(f"no SGLang server is up, nor came up within {self._start_s:g} s: {why}")
             await self._change(1.0)
         least = min(up, key=lambda r: r.running)
         if len(self._remotes) == 1:
@@ -458,7 +458,7 @@ class SGLangBackend(Live):
 
     def _look_at(self, remote: Remote, why: str) -> None:
         """Takes a server out of service until it has been seen to be well, and to have the right weights."""
-        if remote is self._router or self._closing:
+        if remote is self._router or remote.gone or self._closing:
             return
         remote.up, remote.why = False, why
         if remote.reviving is None or remote.reviving.done():
@@ -473,7 +473,7 @@ class SGLangBackend(Live):
             except (LostError, RefusedError, EngineError) as error:
                 remote.why = str(error)
                 log.warning("%s is down: %s", remote.url, error)
-                if remote.process is not None and not remote.restarts:
+                if remote.gone:
                     return
             await self._change(1.0)
         async with self._changed:
@@ -519,7 +519,7 @@ class SGLangBackend(Live):
                 log.warning("weights %d did not reach %s", weights.version, error)
             if served := any(r.up and r.label == weights.label for r in self._remotes):
                 break
-            if errors or time.monotonic() > deadline:
+            if errors or time.monotonic() > deadline or all(r.gone for r in self._remotes):
                 self._target = old
                 break
             await self._change(1.0)  # all are down: one that comes back has them

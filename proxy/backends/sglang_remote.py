@@ -68,6 +68,7 @@ class Remote:
     start_s: float  # to start
     restarts: int  # left
     up: bool = False  # in service
+    gone: bool = False  # for good
     why: str = "it was not asked yet"  # it is not
     running: int = 0  # generations
     label: str = ""  # of the weights that it serves
@@ -151,9 +152,10 @@ class Remote:
             await asyncio.sleep(_POLL_S)
 
     async def _restart(self, target: Weights, why: str) -> None:
-        if not self.restarts:
-            raise EngineError(f"{self.url} was started again too often; the last time: {why}")
         assert self.process is not None
+        if not self.restarts:
+            self.gone = True
+            raise EngineError(f"{self.url} is not started again, it was too often: {why}")
         self.restarts -= 1
         log.warning("%s is started again, with weights %d: %s", self.url, target.version, why)
         self.label, self.broken = "", False

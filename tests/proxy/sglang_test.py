@@ -610,6 +610,35 @@ def test_a_process_that_does_not_start_says_why(folder, tmp_path):
         SGLangBackend([process], folder)
 
 
+def test_a_process_that_is_not_started_again(start, folder, model, tmp_path):
+    """Without restarts left, who waits for it is told at once."""
+    server = FakeServer()
+    server.folder = folder
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 1000\n")
+    program.chmod(0o755)
+    process = SGLangProcess(folder, tmp_path / "log", python=str(program), port=server.server.server_port)
+    backend = SGLangBackend([process], folder, model=model, restarts=0, start_s=20.0)
+    try:
+        backend.submit([1], Sampling(4)).result()
+        server.close()
+        process.stop()
+        process._process = _Ended()
+        for why in ("could not be had elsewhere", "no SGLang server is up.*too often.*code -9"):
+            with pytest.raises(EngineError, match=why):
+                backend.submit([1], Sampling(4)).result()
+        with pytest.raises(EngineError, match="no SGLang server took weights 1"):
+            backend.load(params(model), 1)
+    finally:
+        process._process = None
+        backend.close()
+
+
+class _Ended:
+    def poll(self):
+        return -9
+
+
 def test_a_process_ends_with_all_that_it_started(folder, tmp_path):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nsleep 1000 & sleep 1000 & echo started; wait\n")

@@ -37,7 +37,7 @@ QWEN3_MOE = {
 CPU = (
     *("--device=cpu", "--dtype=float32", "--attention-backend=torch_native", "--sampling-backend=pytorch"),
     *("--mem-fraction-static=0.1", "--max-total-tokens=65536", "--disable-overlap-schedule"),
-    *("--grammar-backend=none", "--log-level-http=warning"),
+    *("--grammar-backend=none", "--log-level-http=warning", "--sleep-on-idle"),
 )
 
 
