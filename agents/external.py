@@ -9,6 +9,7 @@ Each harness lives in an environment of its own, never in ours: `install` makes 
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,12 +29,13 @@ import gymnasium as gym
 from metagym import forward
 from metagym.episode import describe, stop_reason
 from metagym.errors import HarnessError, InputError, MetaGymError, ResourceLimitError
-from metagym.live import Live
-from metagym.protocols import Sandbox, SandboxFactory
+from metagym.protocols import Sandbox
 from metagym.types import Limits, Mount, StopReason, Task, Trajectory, Turn
 
 BIN, HOME, SOCKETS = "/opt/harness", "/tmp/harness", "/opt/proxy"
 PORT = 8123  # of the loopback inside the sandbox
+_LOGGED = 100_000  # characters of what it printed, and of its record, that an episode keeps
+_LIMITS = Limits(memory=6 << 30, pids=512, disk=2 << 30)
 
 
 class Endpoint(Protocol):
@@ -50,7 +52,7 @@ class Endpoint(Protocol):
     def socket(self) -> str | None: ...
     @property
     def session(self) -> Any:
-        """Has `ended`: the error of the budget that is used up, or None."""
+        """Has `ended`: the error of the budget that is used up, or None; `broken`: the engine's, likewise."""
         ...
 
 
@@ -82,6 +84,7 @@ class Harness:
     program: str = ""  # path of the program below the environment, to see that it is there
     python: tuple[int, int] = (3, 10)  # oldest Python that it runs on
     log: str = ""  # its own record below HOME, kept beside the episode
+    limits: Limits = _LIMITS  # of its sandbox
 
     @property
     def folder(self) -> Path:
@@ -136,7 +139,7 @@ def _install(harness: Harness, folder: Path, timeout_s: float) -> None:
         own, beside = str(folder / "bin" / "python"), Path(sys.executable).with_name("uv")
         uv = str(beside) if beside.exists() else shutil.which("uv")
         pip = [own, "-m", "pip"] if uv is None else [uv, "pip"]
-        target = [] if uv is None else ["--python", own]
+        target = [] if uv is None else ["--compile-bytecode", "--python", own]
         commands = [
             [_find_python(harness), "-m", "venv", "--copies", str(folder)],
             [*pip, "install", "--quiet", *target, *harness.packages],
@@ -158,9 +161,10 @@ def _install(harness: Harness, folder: Path, timeout_s: float) -> None:
 
 
 def _find_python(harness: Harness) -> str:
-    """A Python that is new enough; one below /usr first, since every sandbox has it."""
+    """A Python that is new enough; one below /usr first, since every sandbox has it, those of pyenv last."""
     names = ["/usr/bin/python3", *(f"python3.{n}" for n in (13, 12, 11, 10)), sys.executable]
-    for name in names:
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    for name in (*names, *map(str, sorted(pyenv.glob("3.*/bin/python3")))):
         found = shutil.which(name)
         if found is None:
             continue
@@ -173,7 +177,7 @@ def _find_python(harness: Harness) -> str:
     )
 
 
-def mounts(harness: Harness, endpoint: Endpoint) -> tuple[Mount, ...]:
+def mounts(harness: Harness, socket: str | Path | None) -> tuple[Mount, ...]:
     """What a sandbox needs for it, read-only: its environment, and the folder of the proxy's socket.
 
     Raises InputError if the harness is not installed or the proxy has no socket.
@@ -183,11 +187,11 @@ def mounts(harness: Harness, endpoint: Endpoint) -> tuple[Mount, ...]:
             f"{harness.name} is not installed; "
             f"install it with: metagym doctor --install-harness {harness.name}"
         )
-    if endpoint.socket is None:
+    if socket is None:
         raise InputError("a harness in a sandbox needs a proxy with a unix socket: Proxy(..., socket=PATH)")
     found = [
         Mount(str(harness.folder), BIN),
-        Mount(str(Path(endpoint.socket).resolve().parent), SOCKETS),
+        Mount(str(Path(socket).resolve().parent), SOCKETS),
     ]
     if harness.manager == "pip":  # a virtual environment needs the Python that it was made of
         config = (harness.folder / "pyvenv.cfg").read_text()
@@ -270,28 +274,6 @@ def run(
     )
 
 
-class WithMounts(Live):
-    """A `SandboxFactory` whose sandboxes have some mounts more: for worlds that start their own."""
-
-    def __init__(self, factory: SandboxFactory, mounts: Sequence[Mount]):
-        self._factory, self._mounts = factory, tuple(mounts)
-
-    def start(
-        self,
-        image: str,
-        mounts: Sequence[Mount] = (),
-        limits: Limits = Limits(),  # noqa: B008 (frozen)
-        labels: Mapping[str, str] | None = None,
-    ) -> Sandbox:
-        return self._factory.start(image, (*mounts, *self._mounts), limits, labels)
-
-    def snapshot(self, sandbox: Sandbox) -> str:
-        return self._factory.snapshot(sandbox)
-
-    def close(self) -> None:
-        """Does nothing: the factory belongs to who made it."""
-
-
 def play(
     harness: Harness,
     env: gym.Env[str, str],
@@ -306,10 +288,11 @@ def play(
     """One episode of a world with a sandbox (`env.unwrapped.sandbox`): the harness works, then what it did is
     submitted and judged, however it ended.
 
-    The env's sandboxes must have the harness's `mounts` (`WithMounts`). `more`: see `run`. Raises only
-    InputError, for what can't work; all else ends the episode, as in `metagym.episode.run`.
+    The env's sandboxes must have the harness's `mounts`. `more`: see `run`. A harness that a signal killed,
+    that ended without an answered call, or whose last call the engine failed at, makes no episode (INFRA).
+    Raises only InputError, for what can't work; all else ends the episode, as in `metagym.episode.run`.
     """
-    began, reward, turns = time.monotonic(), 0.0, ()
+    began, reward = time.monotonic(), 0.0
     final, info, error, stop = None, {}, None, StopReason.SUBMITTED
     outcome: Outcome | None = None
     try:
@@ -317,9 +300,12 @@ def play(
         world: Any = env.unwrapped
         cwd = world.instances[task.id].workdir
         outcome = run(harness, world.sandbox, endpoint, seen, cwd=cwd, timeout_s=timeout_s, **more)
+        if endpoint.session.broken is not None:
+            raise endpoint.session.broken
+        if why := _crashed(outcome, endpoint):
+            raise HarnessError(f"{harness.name} {why}: {outcome.output[-500:]}")
         final, reward, _, _, info = env.step(submit)
         reward = float(reward)
-        turns = (Turn(seen, outcome.output[-10_000:], submit, reward),)
         stop = info.get("stop", stop)
         ended = endpoint.session.ended
         if stop == StopReason.SUBMITTED and outcome.stopped:
@@ -328,22 +314,53 @@ def play(
         raise
     except Exception as failed:
         stop, error, reward = stop_reason(failed), describe(failed), 0.0
+    printed = "" if outcome is None else f"{outcome.output[-_LOGGED:]}\n{outcome.record[-_LOGGED:]}"
     return Trajectory(
         task=task,
         seed=seed,
-        turns=turns,
+        turns=_turns(endpoint.session, reward),
         traces=endpoint.session.traces,
         reward=reward,
         outcome=float(info.get("success", reward)) if error is None else 0.0,
         stop=StopReason(stop),
         metrics={
-            **{f"session_{k}": v for k, v in endpoint.session.metrics.items()},
+            **endpoint.session.metrics,
+            **{k: float(v) for k, v in info.get("metrics", {}).items()},
             "exit_code": float(-1 if outcome is None or outcome.exit_code is None else outcome.exit_code),
             "seconds": time.monotonic() - began,
         },
         error=error,
         final=final,
+        patch=info.get("patch"),
+        log=printed.strip() or None,
     )
+
+
+def _turns(session: Any, reward: float) -> tuple[Turn, ...]:
+    """The calls of the model, as `TokenTrace.turn` counts them; the last one has the reward. The observation
+    is what a call added to the conversation that it goes on from, the action the tool calls as JSON."""
+    turns = [Turn("", "", None, 0.0)] * int(session.metrics["calls"])  # those that failed stay so
+    for node in session.nodes:
+        *new, reply = node.messages
+        seen = "\n\n".join(m.content for m in new if m.role != "assistant")
+        action = json.dumps([c["function"] for c in reply.tool_calls]) if reply.tool_calls else None
+        turns[node.turn] = Turn(seen, reply.content, action, 0.0)
+    if turns:
+        turns[-1] = dataclasses.replace(turns[-1], reward=reward)
+    return tuple(turns)
+
+
+def _crashed(outcome: Outcome, endpoint: Endpoint) -> str:
+    """Why a program's end is none of the agent's doing; "" if it may be."""
+    code = outcome.exit_code
+    if code is None:
+        return ""
+    if code < 0 or 128 < code < 160:  # as the shell tells it
+        return f"was killed by signal {-code if code < 0 else code - 128}"
+    session = endpoint.session
+    if not session.nodes and session.ended is None and not session.metrics["context_overflows"]:
+        return f"ended with exit code {code} and no answered call"
+    return ""
 
 
 def _text(sandbox: Sandbox, path: str, most: int = 1 << 20) -> str:

@@ -285,36 +285,31 @@ async def sessions(count: int = 1000) -> dict[str, Any]:
 
 
 async def length(turns: int = 100, characters: int = 3900) -> dict[str, Any]:
-    """What a turn costs the server in CPU, in the first and last ten turns; with the body's parsing apart."""
+    """What a turn costs the server in CPU, in the first and last ten turns; beside it what a bare server pays
+    for the same body, which it receives and parses."""
     rng = random.Random(3)
     with Server(1) as server:
         url, key = server.sessions[0]
         bare = f"http://127.0.0.1:{server.bare}"
         talk: list[dict[str, str]] = []
-        walls, plain, tokens = [], [], 0
+        costs: list[tuple[float, float]] = []
+        tokens = 0
         async with aiohttp.ClientSession() as client:
             for _ in range(turns):
                 talk.append({"role": "user", "content": text(rng, characters)})
-                t0 = time.perf_counter()
+                before = server.ask("usage")[0]
                 await post(client, bare, "", body(talk))
-                t1 = time.perf_counter()
+                between = server.ask("usage")[0]
                 told = await post(client, url, key, body(talk))
-                t2 = time.perf_counter()
-                walls.append(t2 - t1)
-                plain.append(t1 - t0)
+                costs.append((between - before, server.ask("usage")[0] - between))
                 tokens = told["usage"]["total_tokens"]
                 talk.append(told["choices"][0]["message"])
-    added = [w - p for w, p in zip(walls, plain, strict=True)]
-
-    def ms(values: list[float]) -> float:
-        return 1e3 * statistics.median(values)
-
-    return {
-        "turns": turns, "tokens at the end": tokens,
-        "ms per turn, first 10": ms(walls[:10]), "ms per turn, last 10": ms(walls[-10:]),
-        "of that a bare server, first 10": ms(plain[:10]), "of that a bare server, last 10": ms(plain[-10:]),
-        "added ms, first 10": ms(added[:10]), "added ms, last 10": ms(added[-10:]),
-    }  # fmt: skip
+    found: dict[str, Any] = {"turns": turns, "tokens at the end": tokens}
+    for name, part in (("first 10", costs[:10]), ("last 10", costs[-10:])):
+        plain, through = (1e3 * statistics.median(x) for x in zip(*part, strict=True))
+        found |= {f"CPU ms, {name}": through, f"bare server, {name}": plain}
+        found |= {f"CPU ms beyond it, {name}": 1e3 * statistics.median(y - x for x, y in part)}
+    return found
 
 
 async def soak(seconds: float) -> dict[str, Any]:

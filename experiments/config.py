@@ -121,7 +121,7 @@ def base() -> Config:
     c.world.kwargs = ConfigDict()  # what else `gymnasium.make` gets
 
     c.agent = ConfigDict()
-    c.agent.kind = "plain"  # how a reply becomes an action: a function of metagym.agents
+    c.agent.kind = "plain"  # how a reply becomes an action: a function of metagym.agents; or "harness"
     c.agent.args = ConfigDict()  # what that function takes besides what stands here: goal, format, ...
     c.agent.template = ""  # if given, the text of every turn's message, with {observation} in it
     c.agent.system = ""  # empty: no system message at all
@@ -273,17 +273,18 @@ def evaluation(
     split: str = "test",
     episodes: int = 100,
     kwargs: Mapping[str, Any] | None = None,
+    agent: Mapping[str, Any] | None = None,
     during: bool = False,
     attempts: int = 1,
 ) -> Config:
     """One row of the final table: one episode of each of the first `episodes` tasks of a split.
 
-    `types` and `kwargs` replace those of `config.world` where given. `during`: every
-    `evaluate_every` steps too. `attempts`: so many episodes of each task, which give Pass@k.
+    `types` and `kwargs` replace those of `config.world`, `agent` fields of `config.agent`, where given.
+    `during`: every `evaluate_every` steps too. `attempts`: so many episodes of each task, which give Pass@k.
     """
     row = {"types": tuple(types), "split": split, "episodes": episodes, "during": during}
     row["attempts"] = attempts
-    return ConfigDict({**row, "kwargs": dict(kwargs or {})})
+    return ConfigDict({**row, "kwargs": dict(kwargs or {}), "agent": dict(agent or {})})
 
 
 def ict_evaluation(

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from metagym.rl.metrics import wilson, write_whole
+from metagym.types import Trajectory, Why
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,16 @@ class Score:
     low: float  # 95 % interval of the rate
     high: float
     pass_at: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)  # k -> rate, low, high
+    tokens: Mapping[str, int] = field(default_factory=dict)  # of all episodes, by where they came from
 
     @classmethod
-    def of(cls, outcomes: Sequence[Sequence[float]], turns: Sequence[int], failed: int = 0) -> "Score":
+    def of(
+        cls,
+        outcomes: Sequence[Sequence[float]],
+        turns: Sequence[int],
+        failed: int = 0,
+        tokens: Mapping[str, int] | None = None,
+    ) -> "Score":
         """From raw outcomes by task: an episode succeeded if its outcome is above 0.5.
 
         Pass@k for k = 2, 4, ... and the most attempts that a task has; tasks with fewer than k are left out.
@@ -37,7 +46,7 @@ class Score:
         good, count = sum(c for _, c in tries), sum(n for n, _ in tries)
         _, low, high = interval([c / n for n, c in tries], [n for n, _ in tries])
         mean_turns = float(np.mean(turns)) if turns else math.nan
-        return cls(good, count, failed, mean_turns, low, high, passes)
+        return cls(good, count, failed, mean_turns, low, high, passes, dict(tokens or {}))
 
     @property
     def rate(self) -> float:
@@ -112,11 +121,37 @@ def table(curve: Curve) -> str:
             old = before.pass_at.get(k, told)
             row = (f"{name}, Pass@{k}", str(after.episodes), _text(*old))
             rows.append(row if first == last else (*row, _text(*told), "yes" if told[1] > old[2] else "no"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     failed = sum(s.failed for scores in curve.values() for s in scores.values())
     note = [f"{failed} episodes do not count: something outside the agent failed."] if failed else []
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *note])
+    return "\n".join([_aligned(rows), *note])
+
+
+def sources(trajectories: Iterable[Trajectory]) -> dict[str, int]:
+    """How many tokens of the traces came from where: those that train as "trained, <kind of branch>", the
+    others by why they do not (`metagym.types.Why`)."""
+    found: Counter[str] = Counter()
+    for trace in (trace for t in trajectories for trace in t.traces):
+        for why in Why:
+            name = f"trained, {trace.kind}" if why == Why.SAMPLED else why.name.lower()
+            found[name] += int((trace.why == why).sum())
+    return {name: n for name, n in sorted(found.items(), reverse=True) if n}
+
+
+def token_table(scores: Mapping[str, Score]) -> str:
+    """Evaluations side by side: calls of the model in an episode, and the tokens of an episode by where they
+    came from."""
+    names = list(dict.fromkeys(name for s in scores.values() for name in s.tokens))
+    rows = [("tokens of an episode", "calls", *names)]
+    for name, s in scores.items():
+        counts = (f"{s.tokens.get(n, 0) / max(1, s.episodes):.1f}" for n in names)
+        rows.append((name, f"{s.turns:.1f}", *counts))
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def write(curve: Curve, path: Path, **more: object) -> None:

@@ -23,8 +23,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from metagym.envs.swe import datasets
+from metagym.episode import Agent
 from metagym.errors import InputError
-from metagym.experiments import build, exact, ict, results
+from metagym.experiments import build, exact, harness, ict, results
 from metagym.experiments import config as config_lib
 from metagym.experiments.config import Config
 from metagym.experiments.results import Score
@@ -107,7 +108,8 @@ class Evaluation:
         groups = [group.trajectories for group in played.groups]
         turns = [len(t.turns) for each in groups for t in each]
         failed = self.attempts * len(self.tasks) - len(turns)
-        return Score.of([[t.outcome for t in each] for each in groups], turns, failed), played.groups
+        tokens = results.sources(t for each in groups for t in each)
+        return Score.of([[t.outcome for t in each] for each in groups], turns, failed, tokens), played.groups
 
 
 @contextlib.contextmanager
@@ -119,22 +121,27 @@ def parts(config: Config, scratch: Path, last: Config | None = None) -> Iterator
     """
     algorithm, optimizer = build.build_algorithm(config), build.build_optimizer(config)
     final: Config = config if last is None else last
-    agents = build.build_agent(config), build.build_agent(final)
+    player = harness.player(config)
     mesh = build.build_mesh(config)
     make_policy = build.build_policy(config, mesh)
     with contextlib.ExitStack() as stack:
         more = ict.world_arguments(config, stack, scratch)
+        place = harness.Place(stack)
 
-        def pool(config: Config, **override: Any) -> build.EnvPool:
-            made = build.EnvPool(lambda: build.build_env(config, **{**more, **override}))
+        def pool(config: Config, player: harness.Foreign | Agent, **override: Any) -> build.EnvPool:
+            own = place.world(player) if isinstance(player, harness.Foreign) else {}
+            made = build.EnvPool(lambda: build.build_env(config, **{**more, **own, **override}))
             stack.callback(made.close)
             return made
 
-        train_pool = pool(config)
-        pools = {}
+        train_pool = pool(config, player)
+        pools, players, rows = {}, {}, {}
         for name, row in config.evaluate.items():
+            rows[name] = config_lib.changed(final, **{f"agent__{k}": v for k, v in row.agent.items()})
+            players[name] = harness.player(rows[name])
             types = row.types or final.world.types or None
-            pools[name] = pool(final, **{"split": row.split, "types": types, **build.plain(row.kwargs)})
+            own = {"split": row.split, "types": types, **build.plain(row.kwargs)}
+            pools[name] = pool(rows[name], players[name], **own)
             if len(pools[name].tasks) < row.episodes:
                 raise InputError(
                     f"config.evaluate.{name} asks for {row.episodes} episodes, but its split {row.split!r} "
@@ -146,16 +153,23 @@ def parts(config: Config, scratch: Path, last: Config | None = None) -> Iterator
             print(exact.cost(config, model), flush=True)
         backend = build.build_engine(config, model, directory, scratch)
         stack.callback(backend.close)
+
+        def episodes(
+            config: Config, player: harness.Foreign | Agent, pool: build.EnvPool, training: bool
+        ) -> Episode:
+            how: dict[str, Any] = {"place": place, "training": training}
+            return harness.build_episode(config, player, backend, renderer, pool, **how)
+
         evaluations = {
             name: Evaluation(
                 pools[name].tasks[: row.episodes],
-                build.build_episode(final, backend, renderer, agents[1], pools[name], training=False),
+                episodes(rows[name], players[name], pools[name], training=False),
                 row.during,
                 row.attempts,
             )
             for name, row in config.evaluate.items()
         }
-        episode = build.build_episode(config, backend, renderer, agents[0], train_pool, training=True)
+        episode = episodes(config, player, train_pool, training=True)
         graphdef, params = nnx.split(model)
         policy = make_policy(graphdef)
         rng, offload = jax.random.key(config.seed), config.optimizer.offload
@@ -173,7 +187,7 @@ def train(config: Config, workdir: Path, *, resume: bool = False, stream: TextIO
     _check_workdir(config, workdir, resume)
     phases = config_lib.phases(config)
     for phase in phases:  # what is wrong in a later one is told now
-        for make in (build.build_algorithm, build.build_agent, build.build_penalties):
+        for make in (build.build_algorithm, harness.player, build.build_penalties):
             make(phase.config)
     done = (checkpoint.newest(workdir / "checkpoints") or 0) if resume else 0
     with contextlib.closing(Console(config.steps, SHOWN, stream)) as console:
@@ -306,7 +320,7 @@ def evaluate(config: Config, workdir: Path | None, predictions: Path | None = No
             _predict(groups, str(config.model.name), predictions / name)
     if workdir is not None:
         results.write(curve, workdir / "evaluation.json")
-    print(results.table(curve))
+    print(f"{results.table(curve)}\n\n{results.token_table(curve[step])}")
     return curve
 
 

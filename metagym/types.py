@@ -199,6 +199,7 @@ class Trajectory:
     patch: bytes | None = (
         None  # what was changed, in worlds where that is what counts: the last info["patch"]
     )
+    log: str | None = None  # what a foreign harness printed, and its own record
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from metagym.errors import EngineError, InputError, MetaGymError
 from metagym.live import Live
 from metagym.protocols import Backend
 from metagym.proxy import export
-from metagym.proxy.dialects import Asked, Dialect, Stamp, chat, dump, messages, responses
+from metagym.proxy.dialects import Asked, Dialect, Memory, Stamp, chat, dump, messages, responses
 from metagym.proxy.render import History, Renderer
 from metagym.proxy.session import Call, Plan, Reply, Session
 from metagym.proxy.tree import KINDS
@@ -67,6 +67,7 @@ class Opened(Live):
     reward: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
     running: dict[Hashable, "_Running"] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
 
     @property
     def path(self) -> str:
@@ -346,7 +347,7 @@ class Proxy(Live):
         dialect = DIALECTS[request.path.rsplit("/v1/", 1)[-1]]
         try:
             opened = self._who(request)
-            asked = _with_agent(dialect.read(await self._body(request)), request.headers)
+            asked = _with_agent(dialect.read(await self._body(request), opened.memory), request.headers)
             running = await self._begin(opened, asked)
         except Exception as error:
             if not isinstance(error, _Refused | MetaGymError):
@@ -477,7 +478,7 @@ class Proxy(Live):
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         try:
             opened = self._who(request)
-            asked = _with_agent(messages.read(await self._body(request)), request.headers)
+            asked = _with_agent(messages.read(await self._body(request), Memory()), request.headers)
             return web.json_response({"input_tokens": opened.session.count_tokens(asked.request)})
         except (_Refused, MetaGymError) as error:
             return _error(messages, error)

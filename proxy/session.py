@@ -118,6 +118,8 @@ class Session(Live):
         history: History = "branch",
         train: Collection[str] = KINDS,
         retries: bool = False,
+        prefix: str = "",
+        suffix: str = "",
     ):
         """
         Args:
@@ -133,6 +135,9 @@ class Session(Live):
           history: "branch": a template that rewrites history starts new branches; "keep": it is kept.
           train: which kinds of branches train: "main", "sub-agent", "side", "compaction".
           retries: whether a repeated request is a retry; for programs that repeat a request on their own.
+          prefix, suffix: what stands before the sampled tokens of a reply, and behind those of one that was
+            cut at `max_tokens`: rendered, not sampled. With them a small model fills one place of a tool
+            call that is always valid. A request's own prefix goes before the session's.
         """
         sampling = sampling or Sampling()
         self.forced: dict[str, Any] = {}
@@ -145,15 +150,19 @@ class Session(Live):
         self.timeout_s = timeout_s
         self.train = frozenset(train) if training else frozenset[str]()
         self.ended: MetaGymError | None = None  # the budget that ran out, once one has
+        self.broken: EngineError | None = None  # why the newest call has no answer, where the engine failed
         self._backend, self._renderer = backend, renderer
         self._context, self._budget, self._max_turns = context, token_budget, max_turns
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._deadline_s = deadline_s
         self._seed, self._retries = seed, retries
+        self._prefix, self._suffix = prefix, suffix
         self._history: History = history
         # Ids of tool calls: the same in every run with the same seed, unlike those of other sessions.
         self._salt = secrets.token_hex(8) if seed is None else str(seed)
         self._tree = Tree()
+        self._last: tuple[tuple[Message, ...], tuple[Hashable, ...]] = ((), ())  # messages, and their keys
+        self._tools: tuple[Sequence[Mapping[str, Any]], str] = ((), "")
         self._counts: Counter[str] = Counter()
         self._running: set[concurrent.futures.Future[Generation]] = set()
         self._turns = 0
@@ -201,10 +210,11 @@ class Session(Live):
         """Finds what a request goes on from. Raises InputError, and a budget's error once it is used up."""
         if not request.messages:
             raise InputError("chat needs at least one message")
-        whole = key(request.messages)
-        group = (request.agent, canonical(request.tools) if request.tools else "")
+        if self._prefix and not request.prefix:
+            request = replace(request, prefix=self._prefix)
         with self._lock:
             self._check_open()
+            whole, group = self._keys(request)
             parent = self._tree.match(group, whole)
             signature = None
             if self._retries:
@@ -215,6 +225,17 @@ class Session(Live):
                 if _CONTRACT.get(name) != value:
                     self.forced[name] = value
             return Plan(request, whole, parent, self._tree.root(group), signature, twin)
+
+    def _keys(self, request: Request) -> tuple[tuple[Hashable, ...], Hashable]:
+        """(what the messages are, whose calls they are); what the last request had is not looked at again."""
+        messages, known = self._last
+        same = len(messages) if request.messages[: len(messages)] == messages else 0
+        known = (*known[:same], *key(request.messages[same:]))
+        self._last = request.messages, known
+        tools, text = self._tools
+        if request.tools != tools:
+            self._tools = tools, text = request.tools, canonical(request.tools)
+        return known, (request.agent, text)
 
     def count_tokens(self, request: Request) -> int:
         """How many tokens the prompt of a request has. Raises InputError."""
@@ -248,7 +269,8 @@ class Session(Live):
         future = None
         try:
             ids = array("i")  # as a list, but made of a long conversation in no time
-            ids.frombytes(np.concatenate([parent.tokens(), prompt], dtype=np.int32).tobytes())
+            ids.frombytes(parent.tokens().view(np.uint8).data)
+            ids.frombytes(prompt.view(np.uint8).data)
             future = self._backend.submit(ids, sampling)
             with self._lock:
                 self._running.add(future)
@@ -283,6 +305,7 @@ class Session(Live):
         )  # fmt: skip
         with self._lock:
             self._running.discard(call.future)
+            self.broken = None
             self._tree.add(node)
             self._counts["prompt_tokens"] += length
             self._counts["rendered_tokens"] += len(call.prompt)
@@ -297,7 +320,8 @@ class Session(Live):
         assert node.generation is not None
         assert node.parent is not None
         said = len(node.generation.tokens)
-        finish = "length" if node.generation.finish == "length" else "stop"
+        cut = node.generation.finish == "length" and not self._suffix
+        finish = "length" if cut else "stop"
         return Reply(
             node.messages[-1],
             finish,
@@ -390,6 +414,8 @@ class Session(Live):
                 end = self._renderer.end_of_turn
                 if end is not None and parent.generation.tokens[-1] != end:
                     more = [end, *more]
+                if parent.generation.finish == "length" and self._suffix:
+                    more = [*self._renderer.encode_text(self._suffix), *more]
                 return parent, np.asarray(more, np.int32)
         with self._lock:
             if parent.generation is not None:
@@ -408,7 +434,8 @@ class Session(Live):
         """(the text view of a reply, how many calls in it can't be read)."""
         request = call.plan.request
         ids = generation.tokens[:-1] if generation.finish == "stop" else generation.tokens
-        text = request.prefix + self._renderer.decode(ids.tolist())
+        behind = self._suffix if generation.finish == "length" else ""
+        text = request.prefix + self._renderer.decode(ids.tolist()) + behind
         if text_only:
             return Message("assistant", text), 0
         thinking = self._renderer.begins_thinking and not request.prefix
@@ -437,14 +464,18 @@ class Session(Live):
         if future is not None and not future.done():
             self._backend.abort(future)
         if isinstance(error, MetaGymError) or not isinstance(error, Exception):
-            return error
-        if closed:
+            told = error
+        elif closed:
             return EngineError("the session was closed while it waited for a reply")
-        if isinstance(error, concurrent.futures.CancelledError):
-            return EngineError("the engine aborted the generation")
-        if isinstance(error, TimeoutError):
-            return EngineError(f"the engine did not answer within {self.timeout_s} s")
-        return EngineError(f"the engine's answer is unusable: {type(error).__name__}: {error}")
+        elif isinstance(error, concurrent.futures.CancelledError):
+            told = EngineError("the engine aborted the generation")
+        elif isinstance(error, TimeoutError):
+            told = EngineError(f"the engine did not answer within {self.timeout_s} s")
+        else:
+            told = EngineError(f"the engine's answer is unusable: {type(error).__name__}: {error}")
+        if isinstance(told, EngineError) and not closed:
+            self.broken = told
+        return told
 
 
 def _check(generation: Generation, sampling: Sampling) -> None:

@@ -49,6 +49,7 @@ class Node:
     recalled: bool = False  # sampled, and trained, in another session
     children: list["Node"] = field(default_factory=list)
     whole: np.ndarray | None = None  # `tokens()`, kept by leaves: a long conversation goes on from one
+    room: np.ndarray | None = None  # what `whole` is the beginning of: the next call's tokens go behind it
 
     def path(self) -> list["Node"]:
         """The calls from the first below the root to this one."""
@@ -76,7 +77,7 @@ class Tree:
         self._waiting: dict[Hashable, Node] = {}  # answered and not delivered, by request
         self.nodes: list[Node] = []  # answered calls, in the order in which they were answered
 
-    def match(self, group: Hashable, key: Sequence[Hashable]) -> Node:
+    def match(self, group: Hashable, key: tuple[Hashable, ...]) -> Node:
         """The deepest answered call of `group` whose conversation `key` extends; of equal ones the newest.
 
         The root of the group if there is none. `group` says whose calls they are: agent and tools.
@@ -89,7 +90,7 @@ class Tree:
                 best = node
             n = node.count
             for child in node.children:
-                if len(key) >= child.count and all(key[n + i] == part for i, part in enumerate(child.key)):
+                if key[n : child.count] == child.key:
                     frontier.append(child)
         return best
 
@@ -102,14 +103,23 @@ class Tree:
     def add(self, node: Node) -> None:
         assert node.parent is not None
         assert node.generation is not None
-        node.whole = np.concatenate(
-            [node.parent.tokens(), node.prompt, node.generation.tokens], dtype=np.int32
-        )
-        node.parent.whole = None
+        self._put(node, node.parent, np.concatenate([node.prompt, node.generation.tokens], dtype=np.int32))
         node.parent.children.append(node)
         self.deliver(node.parent)  # whoever goes on from a reply has got it
         self.nodes.append(node)
         self.deliver(node, node.delivered)
+
+    @staticmethod
+    def _put(node: Node, parent: Node, new: np.ndarray) -> None:
+        """Puts a node's tokens behind its parent's, which the first one to go on from it need not copy."""
+        end = parent.length + len(new)
+        room = parent.room
+        if room is None or len(room) < end:
+            room = np.empty(max(1024, 2 * end), np.int32)
+            room[: parent.length] = parent.tokens()
+        room[parent.length : end] = new
+        node.room, node.whole = room, room[:end]
+        parent.room = parent.whole = None
 
     def deliver(self, node: Node, got: bool = True) -> None:
         """The program has got this reply, or has not."""

@@ -216,6 +216,8 @@ def episode_record(trajectory: Trajectory, *, traces: bool = False) -> dict[str,
         ],
         "final": trajectory.final,
     }
+    if trajectory.log is not None:
+        record["log"] = trajectory.log
     if trajectory.branches:
         record["branches"] = [
             {"at": b.at, "calls": list(b.calls)} | episode_record(b.trajectory) for b in trajectory.branches

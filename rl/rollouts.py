@@ -264,6 +264,7 @@ def _metrics(good: Sequence[Trajectory], failures: Sequence[Trajectory], asked: 
         kinds[trace.kind] = kinds.get(trace.kind, 0) + int(trace.trainable.sum())
     sampled = sum(kinds.values())
     metrics["tokens/sampled"] = float(sampled)
+    metrics["tokens/trained_share"] = sampled / max(1, sum(len(x.tokens) for t in good for x in t.traces))
     metrics |= {f"tokens/share_{kind}": n / max(1, sampled) for kind, n in sorted(kinds.items())}
     for stop in StopReason:
         metrics[f"stop/{stop}"] = float(sum(t.stop == stop for t in (*good, *failures)))

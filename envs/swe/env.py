@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from metagym.envs.swe.pool import WarmPool
 from metagym.errors import FormatError, GraderError, InputError, SandboxError, UnknownNameError
 from metagym.protocols import Grader, Sandbox, SandboxFactory
 from metagym.text_env import ListedTasks, TextEnv
-from metagym.types import Limits, StopReason, Task, Verdict
+from metagym.types import Limits, Mount, StopReason, Task, Verdict
 
 HORIZON = 80  # turns, as in the published recipe's second stage
 FACTORIES: dict[str, Callable[[], SandboxFactory]] = {
@@ -82,6 +82,7 @@ class SWEEnv(TextEnv):
         command_timeout_s: of one command.
         max_output: characters of an answer.
         limits: of the agent's sandbox.
+        mounts: what it has besides the repository, such as a harness's files.
         grade_at_limit: grade what is there when the turns are used up.
         remember: the grader gives the same verdict on the same patch again, without another run.
 
@@ -104,6 +105,7 @@ class SWEEnv(TextEnv):
         command_timeout_s: float = 60.0,
         max_output: int = 10_000,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
+        mounts: Sequence[Mount] = (),
         grade_at_limit: bool = True,
         remember: bool = False,
         max_turns: int | None = HORIZON,
@@ -124,7 +126,8 @@ class SWEEnv(TextEnv):
         self.grader: Grader = grader or SandboxGrader(
             factory, lambda id: self.instances[id], remember=remember
         )
-        self._command_timeout_s, self._max_output, self._limits = command_timeout_s, max_output, limits
+        self._command_timeout_s, self._max_output = command_timeout_s, max_output
+        self._limits, self._mounts = limits, tuple(mounts)
         self._grade_at_limit = grade_at_limit
         self.sandbox: Sandbox | None = None  # of the episode that runs
         self._counts: Counter[str] = Counter()
@@ -145,7 +148,7 @@ class SWEEnv(TextEnv):
     ) -> tuple[str, Mapping[str, Any]]:
         self._end()
         instance = images.ready(self.factory, self.instances[task.id])
-        self.sandbox = open_sandbox(self.factory, instance, self._limits)
+        self.sandbox = open_sandbox(self.factory, instance, self._limits, self._mounts)
         sets = "".join(f"export {k}={json.dumps(v)}; " for k, v in instance.env().items())
         self.sandbox.exec(f"{sets}cd {instance.workdir}", 60.0)
         self._tools = tools.Tools(

@@ -31,7 +31,7 @@ from metagym.envs.swe.instances import TOOLS, Instance, mounts
 from metagym.errors import InfraError, SandboxError
 from metagym.live import Live
 from metagym.protocols import Sandbox, SandboxFactory
-from metagym.types import ExecResult, Limits, Task, Verdict
+from metagym.types import ExecResult, Limits, Mount, Task, Verdict
 
 LIMITS = Limits(memory=4 << 30, disk=1 << 30, pids=512)
 CANARY = "this twin must fail"
@@ -313,10 +313,12 @@ class SandboxGrader(Live):
             again = True
 
 
-def open_sandbox(factory: SandboxFactory, instance: Instance, limits: Limits = LIMITS) -> Sandbox:
-    """A fresh sandbox with the pristine repository of an instance."""
+def open_sandbox(
+    factory: SandboxFactory, instance: Instance, limits: Limits = LIMITS, more: Sequence[Mount] = ()
+) -> Sandbox:
+    """A fresh sandbox with the pristine repository of an instance, and `more` mounts."""
     instance = images.ready(factory, instance)
-    return factory.start(instance.image, mounts(instance), limits, {"task": instance.id})
+    return factory.start(instance.image, (*mounts(instance), *more), limits, {"task": instance.id})
 
 
 def put(

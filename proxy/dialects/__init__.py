@@ -11,14 +11,15 @@ JSON as events, and errors. What a request may hold:
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from metagym.errors import InputError
 from metagym.proxy.session import Reply, Request
 from metagym.types import Message
 
+T = TypeVar("T")
 NOT_SHOWN = "[not shown: this model reads text only]"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_sequences", "logit_bias")
 _OFF = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
@@ -42,13 +43,29 @@ class Stamp:
     created: int  # seconds since 1970
 
 
+class Memory:
+    """The parts of a session's last request: those that come again, in the same place, are not read again."""
+
+    def __init__(self):
+        self._parts: dict[Any, tuple[list[Any], list[Any]]] = {}
+
+    def read(self, raws: list[Any], one: Callable[[Any], T]) -> list[T]:
+        """What `one` makes of each of these parts."""
+        before, made = self._parts.get(one, ([], []))
+        pairs = enumerate(zip(raws, before, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(raws), len(before)))
+        made = [*made[:same], *map(one, raws[same:])]
+        self._parts[one] = raws, made
+        return made
+
+
 class Dialect(Protocol):
     @property
     def KEEP_ALIVE(self) -> bytes:
         """Sent while a streamed answer is waited for."""
         ...
 
-    def read(self, body: Any) -> Asked: ...
+    def read(self, body: Any, memory: Memory) -> Asked: ...
     def write(self, asked: Asked, reply: Reply, stamp: Stamp, pieces: Sequence[str] | None) -> dict[str, Any]:
         """The whole answer. `pieces`: the text of each sampled token, where log-probs were asked for."""
         ...

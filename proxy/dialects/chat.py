@@ -6,6 +6,7 @@ from typing import Any
 from metagym.errors import InputError
 from metagym.proxy.dialects import (
     Asked,
+    Memory,
     Stamp,
     call,
     chunks,
@@ -27,14 +28,14 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _ROLES["function"] = "tool"
 
 
-def read(body: Any) -> Asked:
+def read(body: Any, memory: Memory) -> Asked:
     body = read_body(body, "messages")
     if body.get("n") not in (None, 1):
         raise InputError(f"n must be 1, not {body['n']!r}: one answer a request")
     options = body.get("stream_options")
     request = Request(
-        messages=conversation(_message(m) for m in listed(body["messages"], "messages")),
-        tools=tuple(_tools(listed(body.get("tools"), "tools"))),
+        messages=conversation(memory.read(listed(body["messages"], "messages"), _message)),
+        tools=tuple(filter(None, memory.read(listed(body.get("tools"), "tools"), _tool))),
         max_tokens=most_tokens(body.get("max_completion_tokens"), body.get("max_tokens")),
         asked=sampling_asked(body),
     )
@@ -66,11 +67,9 @@ def _message(message: Any) -> Message:
     return Message(role, content)  # type: ignore[arg-type]
 
 
-def _tools(tools: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    for tool in tools:
-        f = mapped(tool, "a tool").get("function")
-        if isinstance(f, dict):
-            yield function(f.get("name"), f.get("description"), f.get("parameters"))
+def _tool(tool: Any) -> dict[str, Any] | None:
+    f = mapped(tool, "a tool").get("function")
+    return function(f.get("name"), f.get("description"), f.get("parameters")) if isinstance(f, dict) else None
 
 
 def write(asked: Asked, reply: Reply, stamp: Stamp, pieces: Sequence[str] | None) -> dict[str, Any]:

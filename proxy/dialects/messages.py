@@ -7,6 +7,7 @@ from typing import Any
 from metagym.errors import InputError
 from metagym.proxy.dialects import (
     Asked,
+    Memory,
     Stamp,
     call,
     chunks,
@@ -27,14 +28,14 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 _BILLING = "x-anthropic-billing-header:"  # a line for the provider's accounts, no part of the prompt
 
 
-def read(body: Any) -> Asked:
+def read(body: Any, memory: Memory) -> Asked:
     body = read_body(body, "messages")
     messages = [Message("system", text)] if (text := _system(body.get("system"))) else []
-    for message in listed(body["messages"], "messages"):
-        messages += _messages(mapped(message, "a message"))
+    for read in memory.read(listed(body["messages"], "messages"), _messages):
+        messages += read
     request = Request(
         conversation(messages),
-        tuple(_tools(listed(body.get("tools"), "tools"))),
+        tuple(filter(None, memory.read(listed(body.get("tools"), "tools"), _tool))),
         max_tokens=most_tokens(body.get("max_tokens")),
         asked=sampling_asked(body),
     )
@@ -48,8 +49,9 @@ def _system(system: Any) -> str:
     return text_of([p for p in parts if not str(p.get("text", "")).startswith(_BILLING)], "system")
 
 
-def _messages(message: Mapping[str, Any]) -> list[Message]:
+def _messages(message: Any) -> list[Message]:
     """A message as ours: results of tools are messages of their own, in order."""
+    message = mapped(message, "a message")
     role, content = message.get("role"), message.get("content")
     if role == "system":
         return [Message("system", text_of(content))]
@@ -81,11 +83,11 @@ def _messages(message: Mapping[str, Any]) -> list[Message]:
     return out or [Message("user", "")]
 
 
-def _tools(tools: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    for tool in tools:
-        tool = mapped(tool, "a tool")
-        if "input_schema" in tool:  # the others are run by the provider's servers
-            yield function(tool.get("name"), tool.get("description"), tool["input_schema"])
+def _tool(tool: Any) -> dict[str, Any] | None:
+    tool = mapped(tool, "a tool")
+    if "input_schema" not in tool:
+        return None  # the provider's servers run it
+    return function(tool.get("name"), tool.get("description"), tool["input_schema"])
 
 
 def write(asked: Asked, reply: Reply, stamp: Stamp, pieces: Sequence[str] | None) -> dict[str, Any]:

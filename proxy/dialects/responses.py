@@ -7,6 +7,7 @@ from typing import Any
 from metagym.errors import InputError
 from metagym.proxy.dialects import (
     Asked,
+    Memory,
     Stamp,
     call,
     chat,
@@ -26,10 +27,11 @@ from metagym.types import Message
 
 KEEP_ALIVE = b": keep-alive\n\n"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ANSWERS = ("function_call_output", "custom_tool_call_output")
 _JOIN = "__"  # between a namespace and the name of a tool in it
 
 
-def read(body: Any) -> Asked:
+def read(body: Any, memory: Memory) -> Asked:
     body = read_body(body, "input")
     if body.get("previous_response_id"):
         raise InputError("previous_response_id: no response is stored here; send the whole input")
@@ -39,7 +41,8 @@ def read(body: Any) -> Asked:
     messages = [Message("system", text_of(instructions, "instructions"))] if instructions else []
     given = body["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given, "input")
-    messages += _messages(items)
+    for read in memory.read(_turns(items), _messages):
+        messages += read
     tools, custom, spaces = _tools(listed(body.get("tools"), "tools"))
     request = Request(
         conversation(messages),
@@ -62,6 +65,22 @@ def read(body: Any) -> Asked:
     )
 
 
+def _turns(items: Sequence[Any]) -> list[list[Any]]:
+    """The items of each of the assistant's turns together, the others alone."""
+    turns: list[list[Any]] = []
+    going = False
+    for item in items:
+        item = mapped(item, "an item of input")
+        kind = item.get("type", "message")
+        said = kind not in _ANSWERS and (kind != "message" or item.get("role") == "assistant")
+        if said and going:
+            turns[-1].append(item)
+        else:
+            turns.append([item])
+        going = said
+    return turns
+
+
 def _messages(items: Sequence[Any]) -> list[Message]:
     """Input items as messages: thoughts, text and calls of one turn are items of their own."""
     out: list[Message] = []
@@ -74,7 +93,6 @@ def _messages(items: Sequence[Any]) -> list[Message]:
         turn = None
 
     for item in items:
-        item = mapped(item, "an item of input")
         kind = item.get("type", "message")
         if kind == "message":
             role = _ROLES.get(str(item.get("role")))
@@ -101,7 +119,7 @@ def _messages(items: Sequence[Any]) -> list[Message]:
             made = call(item.get("call_id"), name, arguments)
             turn = turn or Message("assistant", "")
             turn = Message("assistant", turn.content, (*turn.tool_calls, made), reasoning=turn.reasoning)
-        elif kind in ("function_call_output", "custom_tool_call_output"):
+        elif kind in _ANSWERS:
             end()
             output, id = item.get("output"), item.get("call_id")
             if isinstance(output, dict):

@@ -21,7 +21,7 @@ from metagym.protocols import Sandbox
 from metagym.proxy.render import Renderer
 from metagym.proxy.server import Opened, Proxy
 from metagym.testing import ScriptedBackend
-from metagym.types import Limits, Mount, Sampling
+from metagym.types import Mount, Sampling
 
 END = "<|im_end|>"
 
@@ -143,9 +143,7 @@ def play(renderer, factory, repository, tmp_path) -> Callable[..., Played]:
                 (sockets / "proxy.sock").chmod(0o666)
                 opened.socket = str(sockets / "proxy.sock")
             work = Mount(str(repository), "/workspace", write=True)
-            sandbox = factory.start(
-                "host", (*mounts(harness, opened), work), Limits(memory=6 << 30, pids=512, disk=2 << 30)
-            )
+            sandbox = factory.start("host", (*mounts(harness, opened.socket), work), harness.limits)
             outcome = run(
                 harness, sandbox, opened, "Fix add in calc.py", cwd="/workspace", timeout_s=timeout_s,
                 context=window, max_turns=12,
