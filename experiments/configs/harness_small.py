@@ -11,12 +11,12 @@ Command: make train CONFIG=experiments/configs/harness_small.py
 
 from metagym.experiments.config import base, evaluation
 
-PREFIX = """\
-The operator in line 2 is wrong.
-<tool_call>
-{"name": "bash", "arguments": {"command": "sed -i '2s/ [-+*] /"""
-SUFFIX = """ /' calc/[a-z]*.py && echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}}
-</tool_call>"""
+BEGUN = """\
+I use sed -i '2s/[-+*]/+/' to add, sed -i '2s/[-+*]/-/' to subtract, sed -i '2s/[-+*]/*/' to multiply.
+"""
+SED, FILES = "sed -i '2s/[-+*]/", "/' calc/[a-z]*.py"
+PREFIX = f'{BEGUN}<tool_call>\n{{"name": "bash", "arguments": {{"command": "{SED}'
+SUFFIX = f'{FILES} && echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}}}}\n</tool_call>'
 
 
 def get_config():
