@@ -1,6 +1,7 @@
 """Capacity of the proxy with a scripted backend, and a soak test.
 
-    python benchmarks/proxy.py [latency] [throughput] [sessions] [length] [soak] [--soak-s 600] [--json FILE]
+    python benchmarks/proxy.py [latency] [throughput] [sessions] [length] [soak] [wrk]
+                               [--soak-s 600] [--gateway PYTHON] [--json FILE]
 
 latency      what the proxy adds to a request at concurrency 1: the same request straight to a bare aiohttp
              server that does nothing but answer, and through the proxy; in turn, so both see the same noise
@@ -8,6 +9,8 @@ throughput   requests per second on one core, bodies of 3 kB, everything capture
              conversation, half go on in one
 sessions     1,000 sessions that are open at once, two turns each
 length       a session of 100 turns and 100,000 tokens: what a turn costs at its end and at its start
+wrk          first requests of 3 kB one after the other, no two the same, by wrk: to the bare server, through
+             the proxy, and with --gateway through rLLM's (rllm-model-gateway, installed for that Python)
 soak         random hang-ups, repeated and malformed requests for minutes: memory, lost and doubly trained
              spans
 
@@ -16,14 +19,18 @@ The backend answers at once with 20 tokens; the tokenizer is SmolLM2's where it 
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import json
 import multiprocessing
 import os
 import random
 import resource
+import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -101,6 +108,18 @@ async def _bare(request: web.Request) -> web.Response:
     return web.json_response({**told, "choices": [choice], "usage": usage})
 
 
+async def _engine(request: web.Request) -> web.Response:
+    """As `_bare`, with the ids and log-probs of an engine, which a gateway keeps."""
+    body = json.loads(await request.read())
+    said = {"role": "assistant", "content": "a b c d e f g h i j k l m n o p q r s t"}
+    content = [{"token": "a", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * REPLY
+    choice = {"index": 0, "message": said, "finish_reason": "stop", "logprobs": {"content": content}}
+    choice["token_ids"] = list(range(REPLY))
+    usage = {"prompt_tokens": 700, "completion_tokens": REPLY, "total_tokens": REPLY + 700}
+    told = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": usage}
+    return web.json_response({**told, "choices": [choice], "prompt_token_ids": list(range(700))})
+
+
 def _serve(pipe: Any, count: int, core: int | None) -> None:
     """A process with the proxy, `count` open sessions and the bare server."""
     if core is not None:
@@ -112,6 +131,7 @@ def _serve(pipe: Any, count: int, core: int | None) -> None:
         async with proxy.serving():
             app = web.Application(client_max_size=64 << 20)
             app.router.add_post("/v1/chat/completions", _bare)
+            app.router.add_post("/engine/v1/chat/completions", _engine)
             runner = web.AppRunner(app, access_log=None)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -312,6 +332,83 @@ async def length(turns: int = 100, characters: int = 3900) -> dict[str, Any]:
     return found
 
 
+WRK = """
+local n = 0
+request = function()
+  local path, key = paths[n % #paths + 1], keys[n % #paths + 1]
+  n = n + 1
+  local headers = {["Content-Type"] = "application/json", ["Authorization"] = key}
+  return wrk.format("POST", path, headers, before .. n .. " " .. os.time() .. after)
+end
+done = function(summary, latency)
+  local wrong = summary.errors.status + summary.errors.connect + summary.errors.read + summary.errors.timeout
+  io.write(string.format("RESULT %f %f %d %d\\n", latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
+    summary.requests, wrong))
+end
+"""
+
+
+def _wrk(host: str, places: list[tuple[str, str]], sent: str, seconds: int) -> dict[str, float]:
+    """One connection, one request after the other, each to the next of `places` (paths and keys)."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "ask.lua"
+        lists = (
+            f"{name} = {{{', '.join(json.dumps(p[i]) for p in places)}}}\n"
+            for i, name in enumerate(("paths", "keys"))
+        )
+        before, after = map(json.dumps, sent.split("@"))
+        script.write_text("".join(lists) + f"before, after = {before}, {after}\n{WRK}")
+        command = ["wrk", "-t1", "-c1", f"-d{seconds}s", "-s", str(script), host]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    half, most, count, wrong = map(float, said.partition("RESULT ")[2].split())
+    assert not wrong, said
+    return {"median ms": half, "p99 ms": most, "requests": count}
+
+
+async def wrk(gateway: str | None, seconds: int = 5, rounds: int = 3) -> dict[str, Any]:
+    sent = json.dumps(body([{"role": "user", "content": "@ " + text(random.Random(0), 2700)}]))
+    found: dict[str, list[dict[str, float]]] = {}
+    with Server(6000) as server, contextlib.ExitStack() as stack:
+        bare = f"http://127.0.0.1:{server.bare}"
+        ours = server.sessions[0][0].partition("/s/")[0]
+        places = [(f"{u.removeprefix(ours)}/v1/chat/completions", f"Bearer {k}") for u, k in server.sessions]
+        asked = {"bare": (bare, [("/v1/chat/completions", "")]), "proxy": (ours, places)}
+        if gateway:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            start = "from rllm_model_gateway.server import main; main()"
+            command = [gateway, "-c", start, "--host", "127.0.0.1", "--port", str(port)]
+            command += ["--store", "memory", "--log-level", "warning", "--worker", f"{bare}/engine/v1"]
+            core = sorted(os.sched_getaffinity(server.process.pid or 0))
+            process = stack.enter_context(subprocess.Popen(["taskset", "-c", str(core[0]), *command]))
+            stack.callback(process.kill)
+            paths = [(f"/sessions/s{i}/v1/chat/completions", "Bearer x") for i in range(6000)]
+            asked["engine"] = (bare, [("/engine/v1/chat/completions", "")])
+            asked["gateway"] = (f"http://127.0.0.1:{port}", paths)
+            for _ in range(150):
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                await asyncio.sleep(0.2)
+        for turn in range(rounds + 1):
+            for name, (host, at) in asked.items():
+                told = await asyncio.to_thread(_wrk, host, at, sent, seconds if turn else 1)
+                if turn:  # the first one warms up
+                    found.setdefault(name, []).append(told)
+    out: dict[str, Any] = {}
+    for name, told in found.items():
+        for what in ("median ms", "p99 ms"):
+            values = sorted(t[what] for t in told)
+            out[f"{name}, {what}"] = values[len(values) // 2]
+            out[f"{name}, {what}, spread"] = values[-1] - values[0]
+    for name, under in (("proxy", "bare"), ("gateway", "engine")):
+        if name in found:
+            for what in ("median ms", "p99 ms"):
+                out[f"{name} adds, {what}"] = out[f"{name}, {what}"] - out[f"{under}, {what}"]
+    return out
+
+
 async def soak(seconds: float) -> dict[str, Any]:
     """Programs that hang up, repeat themselves and send rubbish. Sessions are replaced now and then."""
     rng = random.Random(4)
@@ -386,12 +483,14 @@ async def main() -> int:
     )
     parser.add_argument("what", nargs="*", default=["latency", "throughput", "sessions", "length"])
     parser.add_argument("--soak-s", type=float, default=600.0)
+    parser.add_argument("--gateway", help="the Python that has rllm-model-gateway, for wrk")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    run = {"latency": latency, "throughput": throughput, "sessions": sessions, "length": length}
+    run: dict[str, Any] = {"latency": latency, "throughput": throughput, "sessions": sessions}
+    run |= {"length": length, "soak": lambda: soak(options.soak_s), "wrk": lambda: wrk(options.gateway)}
     results: dict[str, Any] = {}
     for name in options.what:
-        results[name] = await (soak(options.soak_s) if name == "soak" else run[name]())
+        results[name] = await run[name]()
         print(name, json.dumps(results[name], indent=2), flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))

@@ -26,8 +26,9 @@ from pydantic import TypeAdapter
 from metagym import forward
 from metagym.errors import EngineError, InputError, UnknownNameError
 from metagym.live import Live
+from metagym.proxy.dialects import Memory
 from metagym.proxy.render import Renderer
-from metagym.proxy.server import Proxy
+from metagym.proxy.server import DIALECTS, Proxy
 from metagym.testing import FaultyBackend, ScriptedBackend
 from metagym.types import Generation, Sampling, Why
 
@@ -656,3 +657,36 @@ def test_hanging_up_is_seen_through_the_forwarder(renderer, tmp_path):
 def test_a_taken_address_is_told(renderer):
     with serving(ScriptedBackend([]), renderer) as proxy, pytest.raises(OSError, match="address"):
         Proxy(ScriptedBackend([]), renderer, port=proxy.port).start()
+
+
+def test_what_is_known_of_a_conversation_is_not_read_again(renderer):
+    """Histories that are edited, marks that move, dialects that change within a session: each request is read
+    as in a session that never saw the earlier ones."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+
+    def text(said, **more):
+        return {"type": "text", "text": said, **more}
+
+    first = [{"role": "user", "content": [text("a", **mark)]}]
+    longer = [{"role": "user", "content": [text("a")]}, {"role": "assistant", "content": "yes"}]
+    longer += [{"role": "user", "content": [text("b"), text("c", **mark)]}]
+    edited = [{"role": "user", "content": "other"}, *longer[1:], {"role": "assistant", "content": "no"}]
+    tools = [{"name": "bash", "description": "d", "input_schema": {"type": "object"}}]
+    bodies = [
+        ("messages", {"messages": first, "tools": tools, "max_tokens": 9}),
+        ("messages", {"messages": longer, "tools": tools, "max_tokens": 9}),
+        ("messages", {"messages": [*edited, first[0]], "tools": [], "max_tokens": 9}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [BASH]}),
+        ("responses", {"input": [{"role": "user", "content": "a"}, {"type": "web_search_call"},
+                                 {"role": "assistant", "content": "x"}, {"role": "user", "content": "b"}]}),
+        ("responses", {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "y"},
+                                 {"role": "user", "content": "b"}]}),
+        ("messages", {"messages": longer, "tools": tools, "max_tokens": 9}),
+    ]  # fmt: skip
+    memory = Memory()
+    for name, body in bodies:
+        dialect = DIALECTS[name]
+        again = dialect.read(body, memory).request
+        assert again == dialect.read(json.loads(json.dumps(body)), Memory()).request
+    turned = DIALECTS["messages"].read({"messages": longer, "max_tokens": 9}, memory).request
+    assert turned.messages[0] is again.messages[0], "it is the same object"

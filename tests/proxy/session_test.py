@@ -371,3 +371,37 @@ def test_any_edits_keep_prompt_and_trace_equal(renderer, moves):
             assert trace.tokens[:start].tolist() == given_prompts[turn]
             trained[turn] += trace.trainable[start]
     assert (trained == 1).all()
+
+
+def test_what_stands_around_a_reply_is_rendered(renderer):
+    """A session's prefix and suffix make a whole text of one sampled token; only that trains."""
+    go = renderer.encode_text("go")[:1]
+    session, backend = make(renderer, go, go, "stop", prefix="<b>", suffix="</b>", sampling=Sampling(1))
+    said = renderer.decode(go)
+    messages = talk(session, "one", "two")
+    assert [m.content for m in messages[1::2]] == [f"<b>{said}</b>"] * 2
+    (trace,) = session.traces
+    assert trace.tokens[trace.sampled].tolist() == go * 2
+    assert (trace.trainable == trace.sampled).all()
+    for prompt, _ in backend.calls:
+        assert trace.tokens[: len(prompt)].tolist() == list(prompt)
+    text = renderer.decode(trace.tokens)
+    assert text.count(f"<b>{said}</b><|im_end|>\n<|im_start|>user\ntwo") == 1, "the model sees it whole"
+    assert text.endswith(f"<b>{said}")
+    reply = session.reply_of(session.nodes[0])
+    assert (reply.finish, reply.completion_tokens) == ("stop", 1)
+
+
+def test_the_engine_s_fault_is_told_until_a_call_is_answered(renderer):
+    backend = FaultyBackend(ScriptedBackend([[*renderer.encode_text("a"), END]] * 3), "error", at=1)
+    session = Session(backend, renderer, context=512)
+    session.chat([user("a")])
+    assert session.broken is None
+    with pytest.raises(EngineError):
+        session.chat([user("b")])
+    assert isinstance(session.broken, EngineError)
+    session.chat([user("b")])
+    assert session.broken is None
+    with pytest.raises(ContextOverflowError):
+        session.chat([user("x" * 2000)])
+    assert session.broken is None, "that one is the program's"
