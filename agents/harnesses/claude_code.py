@@ -17,6 +17,7 @@ def env(start: Start) -> dict[str, str]:
         "ANTHROPIC_AUTH_TOKEN": start.key,
         "ANTHROPIC_MODEL": start.model,
         "CLAUDE_CODE_SUBAGENT_MODEL": start.model,
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(start.context),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",

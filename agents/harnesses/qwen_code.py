@@ -23,6 +23,7 @@ def files(start: Start) -> dict[str, str]:
     settings = {
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
+        "model": {"generationConfig": {"contextWindowSize": start.context}},
         "general": {"enableAutoUpdate": False, "disableAutoUpdate": True},
     }
     return {".qwen/settings.json": json.dumps(settings)}
