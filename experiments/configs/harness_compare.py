@@ -15,10 +15,11 @@ make train CONFIG=experiments/configs/harness_compare.py
 import json
 
 from metagym.experiments.config import evaluation
-from metagym.experiments.configs import harness_small, swe_small
+from metagym.experiments.configs import harness_small
 
 SAID = "{said}"  # where in a call the model says one token
-SED = harness_small.SED + SAID + harness_small.FILES
+SED = f"sed -i '{SAID}!s/ [-+*] / + /' calc/add.py"
+BEGUN = "The operator in line 2 is wrong.\n"
 EPISODES = 6
 
 
@@ -33,7 +34,7 @@ def calls(*named):
 
 def frame(text):
     before, after = text.split(SAID)
-    return harness_small.BEGUN + before, after
+    return BEGUN + before, after
 
 
 FRAMES = {
@@ -56,13 +57,15 @@ def get_config():
     config = harness_small.get_config()
     config.sampling.context = 8192
     config.engine.num_pages = 1600
-    native = swe_small.get_config().agent
     native = {
-        "kind": native.kind,
-        "args": native.args.to_dict(),
+        "kind": "swe",
+        "args": {
+            "action": f"shell {SED.replace(SAID, '{reply}')}",
+            "format": f"{BEGUN}The line to leave alone is",
+        },
         "prefix": "",
-        "max_turns": 1,
         "history": False,
+        "max_turns": 1,
     }
     config.evaluate = {"native": evaluation(episodes=EPISODES, agent=native)}
     for name, (prefix, suffix) in FRAMES.items():
