@@ -16,7 +16,7 @@ from jax import lax
 
 from metagym.models.attention import MASKED, dot_batched
 from metagym.models.decoder import Cache, Decoder, rms_norm, rotary
-from metagym.models.matmul import Transposed
+from metagym.models.matmul import matmul
 
 Sample = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -30,39 +30,24 @@ class Limits(NamedTuple):
     stop: jax.Array | np.ndarray  # i32 [S, E], tokens that end it; -1: none
 
 
-_MATRICES = ("qkv", "out", "gate_up", "down")
+class Split(NamedTuple):
+    """The weights once more, as `decode` reads them fastest."""
+
+    layers: Sequence[Mapping[str, jax.Array]]
+    head: jax.Array  # [D, V]
 
 
-def split_layers(model: Decoder) -> list[dict[str, np.ndarray]]:
-    """The weights of each layer for `decode` on a CPU, arrays of the host: matrices as [outputs, inputs],
-    the layout of their fastest product with a few rows."""
-    c = model.config
-    D, F = c.hidden_size, c.intermediate_size
-    inputs = {"qkv": D, "out": c.num_attention_heads * c.head_dim, "gate_up": D, "down": F}
-
-    def one(name: str, x: np.ndarray) -> np.ndarray:
-        dense = name in _MATRICES and not (c.num_experts and name in ("gate_up", "down"))
-        return np.array(x.reshape(inputs[name], -1).T if dense else x, order="C")
-
-    stacked = {name: np.asarray(x) for name, x in model._stacked().items()}
-    return [{name: one(name, x[i]) for name, x in stacked.items()} for i in range(c.num_hidden_layers)]
-
-
-def _layers(model: Decoder, split: Sequence[Mapping[str, jax.Array]] | None) -> list[dict[str, Any]]:
-    """Each layer as the model's methods take it."""
-    if split is None:
-        stacked = model._stacked()
-        return [{name: x[i] for name, x in stacked.items()} for i in range(model.config.num_hidden_layers)]
-
-    def one(name: str, x: jax.Array) -> jax.Array | Transposed:
-        return Transposed(x) if name in _MATRICES and x.ndim == 2 else x
-
-    return [{name: one(name, x) for name, x in w.items()} for w in split]
+def split(model: Decoder, dtype: Any) -> Split:
+    """Each layer as arrays of its own, and the head the other way round: XLA on a CPU turns it in every step
+    otherwise."""
+    stacked, N = model._stacked(), model.config.num_hidden_layers
+    layers = [{name: x[i] for name, x in stacked.items()} for i in range(N)]
+    return Split(layers, model._head().T.astype(dtype))
 
 
 def decode(
     model: Decoder,
-    split: Sequence[Mapping[str, jax.Array]] | None,
+    weights: Split,
     cache: Cache,
     tokens: jax.Array,
     positions: jax.Array,
@@ -75,13 +60,13 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Cache]:
     """Reads the last token of each of S sequences, samples the next one, and so on, for up to `most` = M
     steps. Returns tokens i32 `[M, S]`, their log-probs f32 `[M, S]`, the number of steps done, and the cache.
-    `split`: the weights once more, from `split_layers`, if there are.
+    `weights`: from `split`, made before: within the program it would copy them each time.
 
     tokens, positions: i32 `[S]`, a negative position is padding. page_table i32 `[S, P]` as in
     `Decoder.extend`; what a sequence has no page for goes to the scratch page. `sample(logits f32 [S, V],
     step i32)` gives token and log-prob of each row. Rows that have ended sample on: cut them at their end.
     """
-    c, (S, P), layers = model.config, page_table.shape, _layers(model, split)
+    c, (S, P), layers = model.config, page_table.shape, weights.layers
     page_size, K = cache.k.shape[2], c.num_key_value_heads
     T = P * page_size
     valid = positions >= 0
@@ -126,7 +111,7 @@ def decode(
         if routing is not None:
             routing = lax.dynamic_update_slice(routing, jnp.stack(chosen)[:, None, :, 0], (0, i, 0, 0))
         x = rms_norm(x, model.norm[...], c.rms_norm_eps)
-        token, logprob = sample(model.logits(x[:, 0], compute_dtype=compute_dtype), i)
+        token, logprob = sample(matmul(x[:, 0], weights.head, compute_dtype), i)
         made = tuple(
             lax.dynamic_update_slice(m, y[None], (i, 0)) for m, y in zip(made, (token, logprob), strict=True)
         )

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from metagym.models import sharding
-from metagym.models.matmul import dot
+from metagym.models.matmul import dot, outer
 
 _LEAST = 64  # tokens of a device in a chunk: with fewer, XLA multiplies matrices in another order
 
@@ -168,10 +168,11 @@ def _head_bwd(dtype, widths, vocab, embed, residuals, gradients):
         hit = mine & (row == vocabulary)
         dz = (dz + jnp.where(hit, d_logprob, 0.0)).astype(dtype)
         dx = dot(dz, weights, (1, 0), dtype).reshape(x.shape)
-        return _set(d_hidden, dx, start), d_head + dot(dz, x.reshape(-1, x.shape[-1]), (0, 0), dtype)
+        return _set(d_hidden, dx, start), d_head + outer(x.reshape(-1, x.shape[-1]), dz, dtype)
 
-    zeros = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32))
+    zeros = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(weights.T.shape, jnp.float32))
     d_hidden, d_head = _chunks(count, widths, one, zeros)
+    d_head = d_head.T
     if embed is not None:
         d_head = lax.psum_scatter(d_head, embed, scatter_dimension=1, tiled=True)
     return d_hidden, d_head.astype(head.dtype), None, None

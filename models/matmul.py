@@ -1,10 +1,11 @@
 """Matrix product with an f32 exact mode and a bf16 mode that stays bf16 in the backward pass."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any) -> jax.Array:
@@ -18,32 +19,23 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any) -> ja
     )
 
 
-class Transposed(NamedTuple):
-    """A matrix that is stored the other way round, `[N, M]`, as a CPU multiplies it fastest with a few rows.
-    For generation: it has no gradient. Transposing the array in the program instead would be hoisted out of
-    its loops, and done."""
-
-    array: jax.Array
-
-    def reshape(self, *_: int) -> "Transposed":
-        return self  # it is flat
+def outer(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+    """x `[T, M]` and y `[T, N]`, summed over T: f32 `[M, N]`."""
+    if dtype == jnp.float32 or jax.default_backend() != "cpu":
+        return dot(x, y, (0, 0), dtype)
+    # XLA has no product of bf16 for this on a CPU, and computes it in f32 unless x is transposed in memory.
+    x = with_layout_constraint(x.astype(dtype).T, Layout((0, 1)))
+    return dot(x, y, (1, 0), dtype)
 
 
-def matmul(x: jax.Array, w: jax.Array | Transposed, dtype: Any) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     """x `[..., M]` times w `[M, N]`, f32 `[..., N]`. Operands are rounded to `dtype`, sums are f32.
 
     Differentiating a mixed product as JAX does leaves the backward products in f32; here the incoming
     gradient is rounded to `dtype` too, and both gradients are accumulated in f32.
     """
-    rows, dtype = x.reshape(-1, x.shape[-1]), jnp.dtype(dtype)
-    if not isinstance(w, Transposed):
-        return _matmul(rows, w, dtype).reshape(*x.shape[:-1], w.shape[-1])
-    N, M = w.array.shape
-    if M > N:  # then XLA uses several threads only this way round
-        y = lax.optimization_barrier(dot(w.array, rows, (1, 1), dtype)).T
-    else:
-        y = dot(rows, w.array, (1, 1), dtype)
-    return y.reshape(*x.shape[:-1], N)
+    rows = x.reshape(-1, x.shape[-1])
+    return _matmul(rows, w, jnp.dtype(dtype)).reshape(*x.shape[:-1], w.shape[-1])
 
 
 def _primal(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -56,7 +48,7 @@ def _forward(x: jax.Array, w: jax.Array, dtype: jnp.dtype):
 
 def _backward(dtype: jnp.dtype, residuals: tuple[jax.Array, jax.Array], dy: jax.Array):
     x, w = residuals
-    return dot(dy, w, (1, 1), dtype), dot(x, dy, (0, 0), dtype).astype(w.dtype)
+    return dot(dy, w, (1, 1), dtype), outer(x, dy, dtype).astype(w.dtype)
 
 
 _matmul = jax.custom_vjp(_primal, nondiff_argnums=(2,))

@@ -50,5 +50,5 @@ else:
                     out = model(chosen, past_key_values=out.past_key_values, use_cache=True)
                 seconds.append(time.perf_counter() - start)
                 cpu.append(time.process_time() - start_cpu)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 print(json.dumps({"seconds": seconds[1:], "cpu": cpu[1:], "peak_gb": peak}))

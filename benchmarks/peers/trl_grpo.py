@@ -64,5 +64,5 @@ trainer = GRPOTrainer(
 )
 trainer.train()
 seconds, cpu = ([b[i] - a[i] for a, b in pairwise(clock.times)][1:] for i in (0, 1))
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 print(json.dumps({"seconds": seconds, "cpu": cpu, "peak_gb": peak}))

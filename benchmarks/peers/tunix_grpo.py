@@ -91,5 +91,5 @@ with mesh:
     jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
 times.append(now())
 seconds, cpu = ([b[i] - a[i] for a, b in pairwise(times[1:])][1:] for i in (0, 1))
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 print(json.dumps({"seconds": seconds, "cpu": cpu, "peak_gb": peak}))

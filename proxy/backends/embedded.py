@@ -36,7 +36,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from metagym.errors import ContextOverflowError, EngineError, InputError
 from metagym.live import Live
 from metagym.models import Llama, init_cache
-from metagym.models.decode import Limits, decode, split_layers
+from metagym.models.decode import Limits, Split, decode, split
+from metagym.models.matmul import matmul
 from metagym.proxy.backends.pages import Entry, Node, PageTable
 from metagym.proxy.backends.sampling import Rows, sample
 from metagym.types import Generation, Sampling
@@ -732,8 +733,14 @@ class EmbeddedBackend(Live):
             return y if keep or y.dtype == self._dtype else y.astype(self._dtype)
 
         params = jax.block_until_ready(jax.tree_util.tree_map_with_path(own, params, self._shardings))
-        layers = split_layers(cast(Llama, nnx.merge(self._graphdef, params))) if self._split else None
-        return params, jax.block_until_ready(jax.device_put(layers, self._everywhere))
+        return params, jax.block_until_ready(
+            _split(self._graphdef, self._dtype, params)
+        ) if self._split else None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _split(graphdef: Any, dtype: Any, params: Any) -> Split:
+    return split(cast(Llama, nnx.merge(graphdef, params)), dtype)
 
 
 def _again(failure: EngineError) -> EngineError:
@@ -765,20 +772,25 @@ def _extend(graphdef, dtype, weights, state, tokens, positions, pages, last, to)
 
 def _sample(graphdef, dtype, weights, state, where, how):
     """Samples from the hidden states in rows `where`."""
-    model = cast(Llama, nnx.merge(graphdef, weights[0]))
-    return state, sample(model.logits(state[1][where], compute_dtype=dtype), how)
+    params, fast = weights
+    hidden = state[1][where]
+    if fast is not None:
+        return state, sample(matmul(hidden, fast.head, dtype), how)
+    model = cast(Llama, nnx.merge(graphdef, params))
+    return state, sample(model.logits(hidden, compute_dtype=dtype), how)
 
 
 def _decode(graphdef, dtype, weights, state, tokens, positions, pages, limits, how):
     """Samples up to `_STEPS` tokens of each sequence; see `metagym.models.decode`."""
-    (params, layers), (cache, rows) = weights, state
+    (params, fast), (cache, rows) = weights, state
     model = cast(Llama, nnx.merge(graphdef, params))
+    fast = split(model, dtype) if fast is None else fast
 
     def draw(logits: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         return sample(logits, how._replace(step=how.step + step))
 
     *sampled, cache = decode(
-        model, layers, cache, tokens, positions, pages, limits, draw, most=_STEPS, compute_dtype=dtype
+        model, fast, cache, tokens, positions, pages, limits, draw, most=_STEPS, compute_dtype=dtype
     )
     return (cache, rows), tuple(sampled)
 

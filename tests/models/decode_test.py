@@ -1,4 +1,4 @@
-"""Several steps of decoding in one program are as many steps of `extend`, on either layout of the weights."""
+"""Several steps of decoding in one program are as many steps of `extend`."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from metagym.models import Decoder, ModelConfig, init_cache
-from metagym.models.decode import Limits, decode, split_layers
+from metagym.models.decode import Limits, decode, split
 
 SHAPE = {
     "vocab_size": 97,
@@ -50,23 +50,18 @@ def begun(model):
 
 @pytest.fixture(scope="module")
 def run(model, begun):
-    """run(split, limits): what `decode` returns."""
+    """run(limits): what `decode` returns."""
     program = jax.jit(
-        lambda split, l: decode(
-            model, split, begun[1], begun[0], jnp.asarray(START), jnp.asarray(TABLE), l, greedy, most=MOST
+        lambda weights, l: decode(
+            model, weights, begun[1], begun[0], jnp.asarray(START), jnp.asarray(TABLE), l, greedy, most=MOST
         )
     )
-    return lambda split, l: jax.device_get(program(split, l))
+    weights = split(model, jnp.float32)
+    return lambda l: jax.device_get(program(weights, l))
 
 
-@pytest.fixture(scope="module")
-def split(model):
-    return split_layers(model)
-
-
-@pytest.mark.parametrize("layout", ["stacked", "split"])
-def test_steps_are_those_of_extend(model, begun, run, split, layout):
-    tokens, logprobs, done, new = run(split if layout == "split" else None, limits())
+def test_steps_are_those_of_extend(model, begun, run):
+    tokens, logprobs, done, new = run(limits())
     assert done == 6
 
     @jax.jit
@@ -84,10 +79,10 @@ def test_steps_are_those_of_extend(model, begun, run, split, layout):
             np.testing.assert_allclose(ours[:, 1:], theirs[:, 1:], atol=1e-5, rtol=0)
 
 
-def test_it_ends_with_the_sequences(run, split):
-    tokens = run(split, limits())[0]
-    assert run(split, limits(left=3))[2] == 3, "all have ended"
+def test_it_ends_with_the_sequences(run):
+    tokens = run(limits())[0]
+    assert run(limits(left=3))[2] == 3, "all have ended"
     stop = int(tokens[1, 0])
     assert np.flatnonzero((tokens[:, :3] == stop).any(1))[0] <= 1
-    assert run(split, limits(patience=0, stop=stop))[2] <= 2, "one has ended, and nobody waits for the rest"
-    assert run(split, limits(patience=4, stop=stop))[2] == 4
+    assert run(limits(patience=0, stop=stop))[2] <= 2, "one has ended, and nobody waits for the rest"
+    assert run(limits(patience=4, stop=stop))[2] == 4
