@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -233,3 +234,22 @@ def test_kl_in_the_reward_is_taken_off_by_the_reference_and_scored_once(tiny):
     state, metrics = step(state, packed.minibatches)
     assert metrics["update/applied"] == 1
     assert "policy/kl_ref" not in metrics
+
+
+def test_gradients_are_clipped_as_optax_does_without_a_second_copy_of_them():
+    params = {"a": jnp.ones(4096), "b": jnp.ones((64, 64))}
+    theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, b2=0.95, weight_decay=0.0))
+    ours = make_optimizer(0.1)
+    for size in (1e-4, 3.0):
+        grads = jax.tree.map(lambda x: x * size, params)
+        got, want = (o.update(grads, o.init(params), params)[0] for o in (ours, theirs))
+        for name in params:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+
+    def apply(params, state, grads):
+        updates, state = ours.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    shapes = jax.eval_shape(lambda: (params, ours.init(params), params))
+    memory = jax.jit(apply, donate_argnums=(0, 1)).lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 4096
