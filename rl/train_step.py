@@ -52,8 +52,8 @@ def make_optimizer(
 
 
 def _clip(max_norm: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` with one factor for all: it divides each gradient by the norm, and XLA keeps
-    the quotients, a second buffer of the gradients' size."""
+    """`optax.clip_by_global_norm`, with one factor for all: it divides each gradient by the norm, and XLA
+    keeps the quotients, a second buffer of the gradients' size."""
 
     def update(grads: Any, _: Any) -> Any:
         norm = optax.tree_utils.tree_norm(grads)

@@ -241,7 +241,7 @@ def test_gradients_are_clipped_as_optax_does_without_a_second_copy_of_them():
     theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, b2=0.95, weight_decay=0.0))
     ours = make_optimizer(0.1)
     for size in (1e-4, 3.0):
-        grads = jax.tree.map(lambda x: x * size, params)
+        grads = {name: x * size for name, x in params.items()}
         got, want = (o.update(grads, o.init(params), params)[0] for o in (ours, theirs))
         for name in params:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
