@@ -130,8 +130,9 @@ def compare(case: Case, directory: str, pairs: int, repeats: int) -> str:
         return f"{ratios[0]:.2f} / {statistics.median(ratios):.2f} / {ratios[-1]:.2f}"
 
     medians = " | ".join(f"{statistics.median(best(side, 'seconds')):.2f}" for side in (0, 1))
+    cpu = " / ".join(f"{statistics.median(best(side, 'cpu')):.2f}" for side in (0, 1))
     peaks = " / ".join(f"{max(f['peak_gb'] for f in found[side]):.1f}" for side in (0, 1))
-    return f"| {case.title} | {medians} | {spread('seconds')} | {spread('cpu')} | {peaks} |"
+    return f"| {case.title} | {medians} | {spread('seconds')} | {cpu} | {spread('cpu')} | {peaks} |"
 
 
 def alone(case: Case, directory: str, repeats: int) -> list[str]:
@@ -190,8 +191,8 @@ def main() -> None:
     if compared:
         tell(
             [
-                "| | metagym s | peer s | ratio: least / median / greatest | ratio of CPU | peak GB |",
-                "|---|---|---|---|---|---|",
+                "| | metagym s | peer s | ratio: least / median / greatest | CPU s | ratio of CPU | peak GB |",
+                "|---|---|---|---|---|---|---|",
             ]
         )
         for case in compared:
