@@ -191,7 +191,7 @@ def main() -> None:
     if compared:
         tell(
             [
-                "| | metagym s | peer s | ratio: least / median / greatest | CPU s | ratio of CPU | peak GB |",
+                "| | metagym s | peer s | ratio: least, median, greatest | CPU s | ratio of CPU | peak GB |",
                 "|---|---|---|---|---|---|---|",
             ]
         )
