@@ -16,7 +16,7 @@ from jax import lax
 
 from metagym.models.attention import MASKED, dot_batched
 from metagym.models.decoder import Cache, Decoder, rms_norm, rotary
-from metagym.models.matmul import matmul
+from metagym.models.matmul import dot
 
 Sample = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -34,15 +34,20 @@ class Split(NamedTuple):
     """The weights once more, as `decode` reads them fastest."""
 
     layers: Sequence[Mapping[str, jax.Array]]
-    head: jax.Array  # [D, V]
+    head: jax.Array  # [V, D]
 
 
 def split(model: Decoder, dtype: Any) -> Split:
-    """Each layer as arrays of its own, and the head the other way round: XLA on a CPU turns it in every step
-    otherwise."""
+    """Each layer as arrays of its own, and the head in the type of its products."""
     stacked, N = model._stacked(), model.config.num_hidden_layers
     layers = [{name: x[i] for name, x in stacked.items()} for i in range(N)]
-    return Split(layers, model._head().T.astype(dtype))
+    return Split(layers, model._head().astype(dtype))
+
+
+def few_logits(x: jax.Array, head: jax.Array, dtype: Any) -> jax.Array:
+    """Logits f32 `[S, V]` of a few rows x `[S, D]`, from head `[V, D]`. As `head @ x.T`: the other way round
+    XLA on a CPU rearranges the whole head in memory each time."""
+    return lax.optimization_barrier(dot(head, x, (1, 1), jnp.dtype(dtype))).T
 
 
 def decode(
@@ -111,7 +116,7 @@ def decode(
         if routing is not None:
             routing = lax.dynamic_update_slice(routing, jnp.stack(chosen)[:, None, :, 0], (0, i, 0, 0))
         x = rms_norm(x, model.norm[...], c.rms_norm_eps)
-        token, logprob = sample(matmul(x[:, 0], weights.head, compute_dtype), i)
+        token, logprob = sample(few_logits(x[:, 0], weights.head, compute_dtype), i)
         made = tuple(
             lax.dynamic_update_slice(m, y[None], (i, 0)) for m, y in zip(made, (token, logprob), strict=True)
         )

@@ -36,8 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from metagym.errors import ContextOverflowError, EngineError, InputError
 from metagym.live import Live
 from metagym.models import Llama, init_cache
-from metagym.models.decode import Limits, Split, decode, split
-from metagym.models.matmul import matmul
+from metagym.models.decode import Limits, Split, decode, few_logits, split
 from metagym.proxy.backends.pages import Entry, Node, PageTable
 from metagym.proxy.backends.sampling import Rows, sample
 from metagym.types import Generation, Sampling
@@ -775,7 +774,7 @@ def _sample(graphdef, dtype, weights, state, where, how):
     params, fast = weights
     hidden = state[1][where]
     if fast is not None:
-        return state, sample(matmul(hidden, fast.head, dtype), how)
+        return state, sample(few_logits(hidden, fast.head, dtype), how)
     model = cast(Llama, nnx.merge(graphdef, params))
     return state, sample(model.logits(hidden, compute_dtype=dtype), how)
 
