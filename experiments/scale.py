@@ -44,6 +44,14 @@ def main(words: list[str]) -> int:
         failed |= peak > row.bound
         verdict = "ok  " if peak <= row.bound else "FAIL"
         print(f"{verdict} {peak:6.2f} of {row.bound:.0f} GB a chip: {command}", flush=True)
+        if report:
+            (best, worst), (most, least) = report["seconds"], report["mfu"]
+            compiled = sum(p["compile_s"] for p in report["programs"])
+            print(
+                f"     {report['model_flops'] / 1e15:.1f} PFLOP, {best:.1f} to {worst:.1f} s a step, MFU "
+                f"{least:.0%} to {most:.0%}, compiled in {compiled:.0f} s",
+                flush=True,
+            )
     return int(failed)
 
 

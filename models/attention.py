@@ -4,7 +4,8 @@ The online-softmax algorithm of FlashAttention (Dao et al. 2022, arXiv:2205.1413
 from the saved log-sum-exp. A block of queries visits only the key blocks between the start of its first
 token's segment and itself, so rows packed with many short segments cost what the segments cost.
 
-On a TPU the same is computed by JAX's splash attention kernel. A mesh axis `context` splits the tokens of a
+On a TPU the same is computed by JAX's splash attention kernel, on a GPU in bfloat16 by its Pallas kernel for
+GPUs. A mesh axis `context` splits the tokens of a
 row: every device has the queries of two chunks of it, an early and a late one, and gathers all keys and
 values.
 """
@@ -233,6 +234,19 @@ def _splash(kernel, q, k, v, segments, q_segments, dtype):
     return jax.vmap(heads)(q, k, v, q_segments, segments).astype(jnp.float32)
 
 
+def _gpu(q, k, v, segments, dtype, *, interpret: bool = False):
+    """As `_blockwise`, of whole rows on a GPU: JAX's kernel, written with Pallas. It rounds its results to
+    `dtype`, and its products of float32 are not exact."""
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    b, K, G, L, h = q.shape
+    q = jnp.moveaxis(q.reshape(b, K * G, L, h), 1, 2).astype(dtype)
+    k, v = (jnp.moveaxis(jnp.repeat(x, G, axis=1), 1, 2).astype(dtype) for x in (k, v))
+    out = mha(q, k, v, segments, sm_scale=1.0, causal=True, interpret=interpret)
+    out = checkpoint_name(out, "attention").astype(jnp.float32)
+    return jnp.moveaxis(out, 1, 2).reshape(b, K, G, L, h)
+
+
 def packed_attention(
     q: jax.Array,
     k: jax.Array,
@@ -257,6 +271,7 @@ def packed_attention(
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     splash = device.platform == "tpu" and h % 128 == 0 and L % (2 * parts * BLOCK) == 0
     kernel = _splash_kernel(L, parts, G) if splash else None
+    gpu = device.platform == "gpu" and parts == 1 and dtype != jnp.float32 and L % BLOCK == 0
 
     def local(kernel, q, k, v, segments):
         q_segments, chunks = segments, [0]
@@ -272,6 +287,8 @@ def packed_attention(
         k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k, v))
         if kernel is not None:
             out = _splash(kernel, q, k, v, segments, q_segments, dtype)
+        elif gpu:
+            out = _gpu(q, k, v, segments, dtype)
         else:
             out = _blockwise(q, k, v, segments, chunks, dtype)
         return jnp.transpose(out, (0, 3, 1, 2, 4))

@@ -79,8 +79,7 @@ def _local(hidden, head, targets, keep, *, chunk, dtype, sort, vocab=None, embed
 
 
 def _whole(head: jax.Array, dtype: jnp.dtype, embed: Any) -> jax.Array:
-    head = head.astype(dtype)
-    return head if embed is None else lax.all_gather(head, embed, axis=1, tiled=True)
+    return sharding.all_gather(head.astype(dtype), embed, axis=1)
 
 
 def _total(x: jax.Array, axis: Any) -> jax.Array:
@@ -174,7 +173,9 @@ def _head_bwd(dtype, widths, vocab, embed, residuals, gradients):
     d_hidden, d_head = _chunks(count, widths, one, zeros)
     d_head = d_head.T
     if embed is not None:
-        d_head = lax.psum_scatter(d_head, embed, scatter_dimension=1, tiled=True)
+        d_head = sharding.psum_scatter(d_head, embed, axis=1)
+        # Now, not after the layers' backward pass, through which the whole of it would wait.
+        d_hidden, d_head = lax.optimization_barrier((d_hidden, d_head))
     return d_hidden, d_head.astype(head.dtype), None, None
 
 

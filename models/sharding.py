@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax import lax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -57,7 +59,11 @@ def make_mesh(shape: Sequence[int] | None = None, *, devices: Sequence[Any] | No
             f"mesh {dict(zip(AXES, sizes, strict=True))} needs {math.prod(sizes)} devices, "
             f"there are {len(devices)}"
         )
-    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if devices[0].platform == "tpu":  # axes along those of the machine, so that neighbours exchange
+        placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    else:
+        placed = np.asarray(devices).reshape(sizes)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def spec(axes: Sequence[str | None], mesh: Mesh, shape: Sequence[int] | None = None) -> P:
@@ -115,10 +121,43 @@ def constrain(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None) -> ja
 
 
 def gathered(w: jax.Array, axes: Sequence[str | None], dtype: Any, mesh: Mesh | None) -> jax.Array:
-    """A weight as one layer uses it: in `dtype`, and whole along `embed`."""
+    """A weight as one layer uses it: in `dtype`, and whole along `embed`. Gradients are summed in `dtype`."""
     if mesh is None or mesh.size == 1:
         return w
-    return constrain(w.astype(dtype), [None if a == "embed" else a for a in axes], mesh)
+    own, at = spec(axes, mesh, w.shape), axes.index("embed")
+
+    def place(x: jax.Array, embed: tuple[str, ...]) -> jax.Array:
+        lies = (embed if i == at else names for i, names in enumerate(own))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*lies)))
+
+    @jax.custom_vjp
+    def whole(w: jax.Array) -> jax.Array:
+        w, names = w.astype(dtype), _each(own[at])
+        for i in reversed(range(len(names))):  # see `all_gather`; the barrier keeps them apart
+            w = place(lax.optimization_barrier(w), names[:i])
+        return w
+
+    whole.defvjp(lambda w: (whole(w), None), lambda _, dw: (place(dw, _each(own[at])).astype(w.dtype),))
+    return whole(w)
+
+
+def _each(names: Any) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+def all_gather(x: jax.Array, names: Any, axis: int) -> jax.Array:
+    """Inside shard_map: `x` whole along `axis`, which the mesh axes `names` of a PartitionSpec split. One
+    after another: all at once, a TPU adds up arrays filled with zeros, which moves twice as much."""
+    for name in reversed(_each(names)):
+        x = lax.all_gather(x, name, axis=axis, tiled=True)
+    return x
+
+
+def psum_scatter(x: jax.Array, names: Any, axis: int) -> jax.Array:
+    """Its transpose: the sum over the devices, of which each keeps its part."""
+    for name in _each(names):
+        x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+    return x
 
 
 def zigzag(parts: int) -> np.ndarray:
