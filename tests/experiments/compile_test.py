@@ -146,7 +146,8 @@ def test_rows_of_the_table_are_runs_that_could_be(row):
 
 
 def test_a_tiny_step_compiles_for_a_tpu(tmp_path):
-    """The whole way: topology, mesh with context parallelism, splash attention, both programs."""
+    """The whole way: topology, mesh with context parallelism, splash attention, both programs; the layers'
+    inputs and the moments wait on the host."""
     python = ROOT / ".venv-tpu" / "bin" / "python"
     if not python.exists() and importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed: make scale does")
@@ -155,6 +156,9 @@ def test_a_tiny_step_compiles_for_a_tpu(tmp_path):
     fields = {
         "model.name": tmp_path / "model",
         "model.compute_dtype": "bfloat16",
+        "model.memory": 0.0,
+        "model.offload": True,
+        "optimizer.offload": True,
         "mesh.fsdp": 2,
         "mesh.context": 2,
         "batch.rows": 2,
@@ -173,5 +177,9 @@ def test_a_tiny_step_compiles_for_a_tpu(tmp_path):
     gradient, update = report["programs"]
     assert report["chips"] == 4
     assert 0 < gradient["temporaries"] < 1e9
-    assert update["arguments"] == pytest.approx(report["parameters"] * 4 * 4 / 4, rel=0.1)
+    each = report["parameters"] * 4 / 4  # bytes on a chip of one f32 copy
+    assert update["arguments"] == pytest.approx(2 * each, rel=0.1)  # weights and gradient
+    assert update["host"] == pytest.approx(2 * each, rel=0.1)  # moments
+    assert gradient["host"] == 2 * 512 * 256 * 4  # of two layers, 512 tokens of a chip, width 256
+    assert gradient["cycles"] > 0
     assert {"all-gather"} <= {c["kind"] for c in gradient["collectives"]}
