@@ -1,6 +1,7 @@
 """Qwen2.5-72B at 131,072 tokens, YaRN x4: GRPO on 256 v5p chips. Sized by `metagym doctor --compile`.
 
-AdamW with f32 master weights, bf16 products, splash attention, a chunked head, sixteen packed rows a step.
+AdamW with f32 master weights, bf16 products, splash attention, a chunked head, sixteen packed rows a step;
+the layers' inputs wait for the backward pass on the host, 21.5 GB of each chip.
 With 128 or 64 chips: mesh.fsdp and batch.rows 8 or 4. docs/scale.md has what it takes of each chip.
 Time: not run on such a machine. Expected: that it fits; nothing is known of what it learns.
 Command: metagym doctor --compile=scale_qwen25_72b --topology=v5p:8x8x4; on the machine itself
@@ -18,6 +19,7 @@ def get_config():
     config.model.engine_dtype = "bfloat16"
     config.model.chunk = 512
     config.model.memory = 0.0
+    config.model.offload = True
 
     config.algorithm.name = "grpo"
     config.optimizer.learning_rate = 1e-6
