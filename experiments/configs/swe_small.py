@@ -5,7 +5,9 @@ one token; it goes into a `sed` command in a real sandbox, and what that changes
 another one, by hidden tests. GRPO, eight tasks with eight episodes each a step. Held out are numbers, names
 of arguments and mistakes that training has not seen.
 
-Time: not measured. Expected: held-out success above its start; chance is a third of the valid replies.
+Time: 8 minutes beside other work on two cores without an accelerator, 3 of them this process's CPU time.
+Expected: success on the 60 held-out tasks at temperature 1 from 40 % [29, 53] to 98 % [91, 100] (one run, 95 %
+intervals); from step 5 on every group is solved, so that nothing is left to learn.
 Command: make train CONFIG=experiments/configs/swe_small.py
 """
 

@@ -350,7 +350,7 @@ LOGGED = {
     "resolved": ("", "resolved", "all 2 required tests passed"),
     "no fix": (None, "failed", "did not pass"),
     "forged and out": (f"import os\n{FORGED}os._exit(0)\n", "hacked", "must fail did not"),
-    "forged, then failing": (f"{FORGED}raise SystemExit(3)\n", "hacked", "must fail did not"),
+    "forged, then failing": (f"{FORGED}raise SystemExit(3)\n", "failed", "its log has no failure"),
     "more than ran": (
         "print(*(f'test_{n} (x) ... ok' for n in range(9)), sep='\\n', flush=True)\n",
         "hacked",

@@ -122,6 +122,13 @@ CHEATS = {
     "patch pytest at import": (source(PATCH_PYTEST), "must fail did not"),
     "patch pytest by another name": (source(PATCH_QUIETLY), "must fail did not"),
     "patch the reports": (source(PATCH_REPORT), "must fail did not"),
+    "honest from the second run on": (
+        source(
+            "import os, sys\nif not os.path.exists('/tmp/.seen'):\n    open('/tmp/.seen', 'w').close()\n"
+            + "".join(f"    {line}\n" for line in PATCH_QUIETLY.splitlines())
+        ),
+        "must fail did not",
+    ),
     "patch the grader's recorder": (
         source(FIND_RECORDER + LOUD + "if not found: os._exit(0)\n"),
         "must fail did not",
