@@ -6,8 +6,8 @@ another one, by hidden tests. GRPO, eight tasks with eight episodes each a step.
 of arguments and mistakes that training has not seen.
 
 Time: 8 minutes beside other work on two cores without an accelerator, 3 of them this process's CPU time.
-Expected: success on the 60 held-out tasks at temperature 1 from 40 % [29, 53] to 98 % [91, 100] (one run, 95 %
-intervals); from step 5 on every group is solved, so that nothing is left to learn.
+Expected: success on the 60 held-out tasks at temperature 1 from 40 % [29, 53] to 98 % [91, 100] (one run,
+95 % intervals); from step 5 on every group is solved, so that nothing is left to learn.
 Command: make train CONFIG=experiments/configs/swe_small.py
 """
 
