@@ -42,7 +42,7 @@ def trainer(directory: str, dtype: str) -> tuple[Any, Any, train_step.TrainStep]
     graphdef, params = nnx.split(model)
     optimizer = train_step.make_optimizer(1e-6)
     state = train_step.init_state(params, optimizer, jax.random.key(0), mesh)
-    policy = make_policy(graphdef, compute_dtype=jnp.dtype(dtype), chunk=512, mesh=mesh)
+    policy = make_policy(graphdef, compute_dtype=jnp.dtype(dtype), chunk=256, mesh=mesh)
     shardings = train_step.state_shardings(state)
     return model, state, train_step.make_train_step(policy, grpo(), optimizer, mesh, shardings)
 
