@@ -7,6 +7,7 @@
   that is up. Its future gets one answer, so what was sampled for a lost one is never trained. When no other
   server is up it is an EngineError; what is submitted next waits until one is.
 - A conversation goes where its beginning went, while that server is not busier than others by some requests.
+- Servers with an --api-key are sent the one of the environment variable SGLANG_API_KEY.
 - `load` writes the weights, or sends them, and returns when every server that is up serves them. A server
   carries a label of this backend's own, so one that was started anew, or got weights from elsewhere, is
   noticed: it gets the right ones before it is asked again.
@@ -14,11 +15,16 @@
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
+import fcntl
+import glob
 import logging
 import math
+import os
 import secrets
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -26,7 +32,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import aiohttp
 import jax.numpy as jnp
@@ -130,7 +136,9 @@ class SGLangBackend(Live):
         self._pushed = False
         self.context = context or 0
         self._longest = 0  # a prompt is shorter than this
-        self._folder = _folder(weights_dir) if model is not None and push == "disk" else None
+        self._folder, self._lock_file = (
+            _folder(weights_dir) if model is not None and push == "disk" else (None, None)
+        )
         self._rng = np.random.default_rng(seed)
         self._places: OrderedDict[int, Remote] = OrderedDict()
         self._counts: Counter[str] = Counter()
@@ -261,8 +269,9 @@ class SGLangBackend(Live):
         for _, process in self._given:
             if process is not None:
                 process.stop()
-        if self._folder is not None:
+        if self._folder is not None and self._lock_file is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._lock_file.close()
         atexit.unregister(self.close)
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -281,7 +290,9 @@ class SGLangBackend(Live):
         # close looks like one that was lost.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        self._http = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        key = os.environ.get("SGLANG_API_KEY")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
         self._changed = asyncio.Condition()
         self._remotes = [Remote(url, process, self._http, **self._settings) for url, process in self._given]
         for remote in self._remotes:
@@ -544,11 +555,23 @@ def _pieces(ids: Sequence[int]) -> list[int]:
     return found
 
 
-def _folder(parent: str | Path | None) -> Path:
-    """A new folder for weights."""
+def _folder(parent: str | Path | None) -> tuple[Path, TextIO]:
+    """(a new folder for weights, the lock that its process holds on it).
+
+    Folders of this host whose process was killed are removed: nobody holds their locks.
+    """
     memory = Path("/dev/shm")
     parent = Path(parent) if parent else memory if memory.is_dir() else Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix="metagym-weights-", dir=parent))
+    prefix = f"metagym-weights-{socket.gethostname()}-"
+    for lock in parent.glob(f"{glob.escape(prefix)}*/lock"):
+        # A lock that can't be had, or not be asked for: somebody's, or of another user.
+        with contextlib.suppress(OSError), lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=".metagym-", dir=parent))  # locked before it has a name of ours
     made.chmod(0o755)
-    return made
+    file = (made / "lock").open("w")
+    with contextlib.suppress(OSError):  # a file system without locks: it is never removed by others
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return made.rename(parent / f"{prefix}{made.name[9:]}"), file

@@ -37,6 +37,7 @@ class FakeServer:
         self.break_, self.about = break_, dict(about)
         self.label, self.path, self.paused = "default", "/models/x", False
         self.calls, self.rng = [], np.random.default_rng(0)
+        self.seen = lambda headers: None
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -47,6 +48,7 @@ class FakeServer:
                 raw = self.rfile.read(int(self.headers.get("content-length") or 0))
                 body = json.loads(raw) if raw else None
                 fake.calls.append((self.path, body))
+                fake.seen(self.headers)
                 answer = fake.break_(self.path, body, fake.answer(self.path, body))
                 with contextlib.suppress(OSError):
                     if answer is None:
@@ -536,6 +538,28 @@ def test_weights_that_cannot_be_written(start, model, monkeypatch):
     with pytest.raises(EngineError, match=r"weights 1 could not be written.*weights 0 serve.*No space"):
         backend.load(params(model), 1)
     assert set(backend.submit([1], Sampling(4)).result().version) == {0}
+
+
+def test_weights_of_a_process_that_was_killed_are_removed(tmp_path):
+    """The lock on its folder went with it."""
+    first, lock = sglang._folder(tmp_path)
+    (first / "00000001").mkdir()
+    (tmp_path / "metagym-weights-elsewhere-1").mkdir()
+    second, other = sglang._folder(tmp_path)
+    lock.close()
+    third, last = sglang._folder(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {second.name, third.name, "metagym-weights-elsewhere-1"}
+    assert third.stat().st_mode & 0o777 == 0o755  # servers of other users read it
+    other.close()
+    last.close()
+
+
+def test_the_key_of_servers_goes_with_each_request(start, monkeypatch):
+    monkeypatch.setenv("SGLANG_API_KEY", "sesame")
+    keys, server = set(), FakeServer()
+    server.seen = lambda headers: keys.add(headers["authorization"])
+    start(server).submit([1], Sampling(4)).result()
+    assert keys == {"Bearer sesame"}
 
 
 def test_a_server_that_started_anew_gets_the_weights_again(start, model):

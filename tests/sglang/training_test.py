@@ -79,7 +79,7 @@ def server_of(group):
     raise AssertionError(f"no server in the group {group}")
 
 
-def test_grpo_through_a_kill(qwen2, python, flags, tmp_path, monkeypatch, capfd):
+def test_grpo_through_a_kill(qwen2, python, flags, tmp_path, monkeypatch):
     """kill -9 of the server while step 3 is played: those episodes are infra faults and played again, the
     server comes back with the weights of step 2, and training goes on to the end."""
     killed = threading.Event()
