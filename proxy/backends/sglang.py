@@ -421,8 +421,11 @@ class SGLangBackend(Live):
         ids, foreign = list(ids), True
         while foreign and left and (not parts or len(ids) < self._longest):
             one = dataclasses.replace(sampling, max_tokens=left)
-            part, foreign = await self._once(remote, ids, one, seed + len(parts))
-            self._counts["continued"] += len(parts) > 0
+            part, foreign, cached = await self._once(remote, ids, one, seed + len(parts))
+            if parts:
+                self._counts["continued"] += 1
+            else:
+                self._counts["cached_tokens"] += cached
             parts.append(part)
             left -= len(part.tokens)
             ids += part.tokens.tolist()
@@ -440,7 +443,8 @@ class SGLangBackend(Live):
 
     async def _once(
         self, remote: Remote, ids: list[int], sampling: Sampling, seed: int
-    ) -> tuple[Generation, bool]:
+    ) -> tuple[Generation, bool, int]:
+        """(what was generated, whether a token that is none of ours ended it, prompt tokens from its cache)."""
         rid = secrets.token_hex(12)
         routing, salt = self._experts[0] > 0, remote.salt(self._target)
         body = remote.request(ids, sampling, rid, seed, routing=routing, salt=salt)
@@ -463,9 +467,8 @@ class SGLangBackend(Live):
         except wire.UnknownWeightsError as error:
             self._look_at(remote, str(error))
             raise
-        self._counts["cached_tokens"] += answer["meta_info"].get("cached_tokens") or 0
         self._counts["sampled_tokens"] += len(found[0].tokens)
-        return found
+        return *found, answer["meta_info"].get("cached_tokens") or 0
 
     def _look_at(self, remote: Remote, why: str) -> None:
         """Takes a server out of service until it has been seen to be well, and to have the right weights."""
