@@ -444,7 +444,7 @@ class SGLangBackend(Live):
     async def _once(
         self, remote: Remote, ids: list[int], sampling: Sampling, seed: int
     ) -> tuple[Generation, bool, int]:
-        """(what was generated, whether a token that is none of ours ended it, prompt tokens from its cache)."""
+        """(generated, whether a token that is none of ours ended it, prompt tokens from the cache)."""
         rid = secrets.token_hex(12)
         routing, salt = self._experts[0] > 0, remote.salt(self._target)
         body = remote.request(ids, sampling, rid, seed, routing=routing, salt=salt)
