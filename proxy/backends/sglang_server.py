@@ -17,7 +17,7 @@ _GRACE_S = 5.0
 # The group of the server ends when this process does, however it ends: then the pipe closes.
 _KEEPER = """exec 3<&0
 "$@" </dev/null 3<&- & server=$!
-{ read _ <&3; kill -KILL -- -$$; } & reader=$!
+{ read _ <&3; kill -KILL -$$; } & reader=$!
 wait $server; code=$?
 kill $reader; exit $code"""
 

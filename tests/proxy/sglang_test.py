@@ -663,7 +663,8 @@ class _Ended:
         return -9
 
 
-def test_a_process_ends_with_all_that_it_started(folder, tmp_path):
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_process_ends_with_all_that_it_started(killed, folder, tmp_path):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nsleep 1000 & sleep 1000 & echo started; wait\n")
     program.chmod(0o755)
@@ -675,6 +676,11 @@ def test_a_process_ends_with_all_that_it_started(folder, tmp_path):
         time.sleep(0.01)
     pid = process.pid
     assert _alive(pid) >= 3
+    if killed:  # the end of this process closes the pipe, and nothing more
+        process._process.stdin.close()
+        while _alive(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     process.stop()
     process.stop()
     assert _alive(pid) == 0
