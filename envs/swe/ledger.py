@@ -29,8 +29,11 @@ DISK_FLOOR = 512 << 20  # bytes that must be free on this machine's disk
 
 def check_room(folder: str | os.PathLike[str], floor: int) -> None:
     """Raises SandboxError if fewer than `floor` bytes are free where a folder is: what fails then is nobody's
-    doing."""
-    free = os.statvfs(folder)
+    doing. A folder that is gone has no disk."""
+    try:
+        free = os.statvfs(folder)
+    except FileNotFoundError:
+        return
     if (left := free.f_bavail * free.f_frsize) < floor:
         raise SandboxError(
             f"the disk of {os.fspath(folder)} is nearly full: {left >> 20} MiB are left, "

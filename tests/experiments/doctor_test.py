@@ -14,8 +14,9 @@ from metagym.experiments import doctor
 def test_this_environment_is_found_in_order(capsys):
     assert doctor.python().status == doctor.import_name().status == doctor.toy().status == "ok"
     found = {f.name: f.status for f in doctor.packages()}
-    assert found.pop("extra [alfworld]", "missing") in ("ok", "missing")  # a C++ build
-    assert found.pop("extra [tpu-compile]", "missing") in ("ok", "missing")  # 200 MB
+    # A C++ build, and hundreds of MB: they may be there or not.
+    for large in ("alfworld", "tpu-compile", "swebench", "parquet"):
+        assert found.pop(f"extra [{large}]") in ("ok", "missing")
     assert found == {
         "base packages": "ok",
         "extra [train]": "ok",
