@@ -21,11 +21,19 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any) -> ja
 
 def outer(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
     """x `[T, M]` and y `[T, N]`, summed over T: f32 `[M, N]`."""
-    if dtype == jnp.float32 or jax.default_backend() != "cpu":
+
+    def plain(x: jax.Array, y: jax.Array) -> jax.Array:
         return dot(x, y, (0, 0), dtype)
+
+    def transposed(x: jax.Array, y: jax.Array) -> jax.Array:
+        x = with_layout_constraint(x.astype(dtype).T, Layout((0, 1)))
+        return dot(x, y, (1, 0), dtype)
+
+    if dtype == jnp.float32 or jax.sharding.get_abstract_mesh().size > 1:
+        return plain(x, y)
     # XLA has no product of bf16 for this on a CPU, and computes it in f32 unless x is transposed in memory.
-    x = with_layout_constraint(x.astype(dtype).T, Layout((0, 1)))
-    return dot(x, y, (1, 0), dtype)
+    # The platform is the one that is compiled for, which need not be this machine's.
+    return lax.platform_dependent(x, y, cpu=transposed, default=plain)
 
 
 def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:

@@ -35,3 +35,15 @@ def test_the_gradient_of_a_weight_is_this_product(operands):
 def test_in_f32_it_is_the_plain_product(operands):
     x, y = operands
     assert jnp.array_equal(outer(x, y, jnp.dtype(jnp.float32)), dot(x, y, (0, 0), jnp.dtype(jnp.float32)))
+
+
+@pytest.mark.parametrize(("platform", "transposed"), [("cpu", True), ("tpu", False)])
+def test_the_platform_that_is_compiled_for_decides(operands, platform, transposed):
+    traced = jax.jit(lambda x, y: outer(x, y, jnp.dtype(jnp.bfloat16))).trace(*operands)
+    assert ("LayoutConstraint" in traced.lower(lowering_platforms=(platform,)).as_text()) == transposed
+
+
+def test_on_a_mesh_it_is_the_plain_product(operands):
+    with jax.set_mesh(jax.make_mesh((2,), ("fsdp",))):
+        text = jax.jit(lambda x, y: outer(x, y, jnp.dtype(jnp.bfloat16))).lower(*operands).as_text()
+    assert "LayoutConstraint" not in text
