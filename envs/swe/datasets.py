@@ -346,7 +346,7 @@ def _r2e(row: Row) -> Instance:
         ),
         tests={path: code.encode() for path, code in files.items()},
         hidden=("r2e_tests", "run_tests.sh", "/r2e_tests"),
-        path=(f"{WORKDIR}/.venv/bin", "/root/.venv/bin"),
+        path=(f"{WORKDIR}/.venv/bin",),
         python_path=(".",),
     )
 
