@@ -1,11 +1,12 @@
 """Sessions as files for others: native rows of tokens, Hugging Face `messages`, ATIF trajectories.
 
-`rows` is exact, and `traces_of_rows` reads it back, for scoring again or for training without a model server.
-The other two are text views: for looking at, or for supervised training of other models.
+`rows` is exact. `traces_of_rows` reads it back, and `groups_of_rows` makes episodes of it, scored again where
+wanted, to train on without a model server. The other two are text views: for looking at, or for supervised
+training of other models.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from metagym.errors import InputError
 from metagym.proxy.session import Session
 from metagym.proxy.tree import Node
-from metagym.types import Message, TokenTrace
+from metagym.types import Group, Message, StopReason, Task, TokenTrace, Trajectory
 
 _ARRAYS = {
     "tokens": np.int32, "sampled": bool, "trainable": bool, "logprobs": np.float32, "version": np.int32,
@@ -22,14 +23,18 @@ _ARRAYS = {
 }  # fmt: skip
 
 
-def rows(session: Session, *, reward: float | None = None) -> list[dict[str, Any]]:
+def rows(
+    session: Session, *, reward: float | None = None, name: str = "", task: str = ""
+) -> list[dict[str, Any]]:
     """One row per branch: ids, masks, log-probs (None where nothing was sampled), versions, reasons, reward.
 
-    Log-probs are floats whose f32 is exactly what was recorded.
+    Log-probs are floats whose f32 is exactly what was recorded. `name` is the session's, `task` what it was
+    about: they tell which rows are an episode and a group.
     """
     out = []
     for i, trace in enumerate(session.traces):
-        row: dict[str, Any] = {"branch": i, "kind": trace.kind, "reward": reward}
+        row: dict[str, Any] = {"session": name, "task": task, "branch": i}
+        row |= {"kind": trace.kind, "reward": reward}
         for name in _ARRAYS:
             row[name] = getattr(trace, name).tolist()
         row["logprobs"] = [
@@ -58,6 +63,33 @@ def traces_of_rows(given: Iterable[Mapping[str, Any]]) -> tuple[TokenTrace, ...]
     return tuple(traces)
 
 
+def groups_of_rows(
+    given: Iterable[Mapping[str, Any]],
+    score: Callable[[Sequence[TokenTrace]], float] | None = None,
+) -> list[Group]:
+    """Episodes to train on: rows of the same session are one, episodes of the same task a group.
+
+    `score` gives an episode's reward anew, from its traces; else it is what its rows say. Raises InputError if
+    a row is malformed or an episode has no reward.
+    """
+    sessions: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in given:
+        if not isinstance(row, Mapping):
+            raise InputError(f"a native row is an object, not a {type(row).__name__}")
+        sessions.setdefault((str(row.get("task", "")), str(row.get("session", ""))), []).append(row)
+    groups: dict[str, list[Trajectory]] = {}
+    for (task, name), own in sessions.items():
+        traces = traces_of_rows(own)
+        reward = own[0].get("reward") if score is None else score(traces)
+        if reward is None:
+            raise InputError(f"session {name!r} has no reward: its rows were written before it was scored")
+        played = Trajectory(
+            Task(task, "rows", "train"), 0, (), traces, float(reward), float(reward), StopReason.SUBMITTED
+        )
+        groups.setdefault(task, []).append(played)
+    return [Group(tuple(members)) for members in groups.values()]
+
+
 def write_rows(path: str | Path, given: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object a line."""
     with open(path, "w", encoding="utf-8") as file:
@@ -74,16 +106,17 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
             raise InputError(f"{path} does not hold native rows: {error}") from error
 
 
-def messages(session: Session, *, reward: float | None = None) -> list[dict[str, Any]]:
+def messages(session: Session, *, reward: float | None = None, name: str = "") -> list[dict[str, Any]]:
     """One conversation per branch, in the shape that Hugging Face's tools train on."""
     out = []
     for path in _branches(session):
         told = [_message(m) for node in path for m in node.messages]
-        out.append({"messages": told, "tools": [dict(t) for t in path[-1].tools], "reward": reward})
+        tools = [dict(t) for t in path[-1].tools]
+        out.append({"session": name, "messages": told, "tools": tools, "reward": reward})
     return out
 
 
-def atif(session: Session, *, reward: float | None = None) -> dict[str, Any]:
+def atif(session: Session, *, reward: float | None = None, name: str = "") -> dict[str, Any]:
     """All branches as trajectories in the Agent Trajectory Interchange Format, the first as the main one."""
     trajectories = []
     for path in _branches(session):
@@ -104,7 +137,7 @@ def atif(session: Session, *, reward: float | None = None) -> dict[str, Any]:
     main = trajectories[0] if trajectories else {"steps": []}
     return {
         "schema_version": "ATIF-v1.4",
-        "session_id": f"{id(session):x}",
+        "session_id": name or "session",
         "agent": {"name": "metagym", "version": "0", "model_name": "policy"},
         **main,
         "final_metrics": totals,

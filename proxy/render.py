@@ -520,9 +520,12 @@ def _patterns(control: Mapping[str, tuple[int, bool, bool]]):
     split = "|".join(
         (r"\s*" if control[n][1] else "") + re.escape(n) + (r"\s*" if control[n][2] else "") for n in names
     )
-    occurs = "|".join(map(re.escape, names))
+    rests: dict[str, list[str]] = {}  # by first character, which is found faster than a whole name
+    for name in names:
+        rests.setdefault(name[0], []).append(re.escape(name[1:]))
+    occurs = "|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
     prefixes = frozenset(n[:k] for n in names for k in range(1, len(n)))
-    return re.compile(f"({split})"), re.compile(f"(?=(?:{occurs})).", re.DOTALL), prefixes
+    return re.compile(f"({split})"), re.compile(occurs), prefixes
 
 
 def _without_control_tokens(tokenizer_json: str) -> tuple[dict[str, tuple[int, bool, bool]], str]:

@@ -63,6 +63,7 @@ class Opened(Live):
     session: Session
     url: str  # base URL without /v1, as seen from this machine
     socket: str | None  # path of the unix socket that leads to the same place
+    task: str = ""  # what it is about, where its owner says so
     opened: float = field(default_factory=time.time)
     reward: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class Opened(Live):
         ended = self.session.ended
         return {
             "id": self.id,
+            "task": self.task,
             "opened": self.opened,
             "closed": self.session.closed,
             "ended": None if ended is None else str(ended),
@@ -262,13 +264,14 @@ class Proxy(Live):
 
     # ------------------------------------------------------------ sessions
 
-    def open(self, name: str = "", **options: Any) -> Opened:
-        """Opens a session. `name` begins its id; `options` are those of `Session`."""
+    def open(self, name: str = "", *, task: str = "", **options: Any) -> Opened:
+        """Opens a session. `name` begins its id; `task` says what it is about, for exports; `options` are
+        those of `Session`."""
         if not re.fullmatch(r"[A-Za-z0-9_-]{0,40}", name):
             raise InputError(f"a session's name has letters, digits, - and _, 40 at most, not {name!r}")
         made = Session(self._backend, self._renderer, **{**self._defaults, **options}, retries=True)
         id = f"{name}-{secrets.token_hex(6)}".lstrip("-")
-        opened = Opened(id, secrets.token_urlsafe(24), made, f"{self.url}/s/{id}", self.socket)
+        opened = Opened(id, secrets.token_urlsafe(24), made, f"{self.url}/s/{id}", self.socket, task)
         self._sessions[id] = self._by_key[opened.key] = opened
         return opened
 
@@ -330,7 +333,7 @@ class Proxy(Live):
             raise _Refused(401, "unknown_session", "no session has this key; the key comes as a bearer token")
         return opened
 
-    async def _body(self, request: web.Request) -> Any:
+    async def _body(self, request: web.Request, memory: Memory) -> Any:
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 raw = await request.read()
@@ -339,7 +342,7 @@ class Proxy(Live):
         except web.HTTPRequestEntityTooLarge:
             raise _Refused(413, "too_large", f"the body has over {self._max_body} bytes") from None
         try:
-            return json.loads(raw)
+            return memory.body.read(raw)
         except (ValueError, RecursionError) as error:
             raise _Refused(400, "invalid_json", f"the body is not JSON: {error}") from None
 
@@ -347,7 +350,8 @@ class Proxy(Live):
         dialect = DIALECTS[request.path.rsplit("/v1/", 1)[-1]]
         try:
             opened = self._who(request)
-            asked = _with_agent(dialect.read(await self._body(request), opened.memory), request.headers)
+            body = await self._body(request, opened.memory)
+            asked = _with_agent(dialect.read(body, opened.memory), request.headers)
             running = await self._begin(opened, asked)
         except Exception as error:
             if not isinstance(error, _Refused | MetaGymError):
@@ -478,7 +482,8 @@ class Proxy(Live):
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         try:
             opened = self._who(request)
-            asked = _with_agent(messages.read(await self._body(request), Memory()), request.headers)
+            memory = Memory()  # a question aside: what it counts does not come again
+            asked = _with_agent(messages.read(await self._body(request, memory), memory), request.headers)
             return web.json_response({"input_tokens": opened.session.count_tokens(asked.request)})
         except (_Refused, MetaGymError) as error:
             return _error(messages, error)
@@ -542,7 +547,8 @@ class Proxy(Live):
 
         async def opened(request: web.Request) -> web.Response:
             options = await request.json() if request.can_read_body else {}
-            known = {"name", "seed", "token_budget", "max_turns", "deadline_s", "context", "history", "train"}
+            known = {"name", "task", "seed", "token_budget", "max_turns", "deadline_s", "context", "history"}
+            known |= {"train"}
             if not isinstance(options, dict) or set(options) - known:
                 raise InputError(f"a session is opened with an object of {', '.join(sorted(known))}")
             made = self.open(**options)
@@ -559,7 +565,9 @@ class Proxy(Live):
             form = request.query.get("format", "native")
             if form not in export.FORMATS:
                 raise errors.UnknownNameError("format", form, export.FORMATS)
-            told = export.FORMATS[form](of(request).session, reward=of(request).reward)
+            kept = of(request)
+            more = {"task": kept.task} if form == "native" else {}
+            told = export.FORMATS[form](kept.session, reward=kept.reward, name=kept.id, **more)
             return web.json_response(text=json.dumps(told, ensure_ascii=False))
 
         async def score(request: web.Request) -> web.Response:

@@ -16,8 +16,9 @@ What counts as the same message:
 import functools
 import json
 import math
+import re
 import unicodedata
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -146,12 +147,14 @@ class Tree:
         """What each branch that starts from a root is about, by `id` of its first call.
 
         The session's first agent, with tools if it ever has any, is the main one. Its calls without tools are
-        side requests (a title, say), unless their text turns up in a prompt that starts a later branch: then
-        it was a compaction of the history. Other agents are sub-agents.
+        side requests (a title, say), unless some call with tools came before and most of their text turns up
+        in a prompt that starts a later branch: then it was a compaction of the history. Other agents are
+        sub-agents.
         """
         firsts = [n for n in self.nodes if n.parent is not None and n.parent.parent is None]
         main = next((n.agent for n in firsts if n.tools), firsts[0].agent if firsts else "")
-        with_tools = any(n.tools for n in firsts if n.agent == main)
+        with_tools = [n for n in firsts if n.tools and n.agent == main]
+        begun = min((n.turn for n in with_tools), default=-1)
         kinds: dict[int, Kind] = {}
         for node in firsts:
             if node.agent != main:
@@ -159,9 +162,8 @@ class Tree:
             elif node.tools or not with_tools:
                 kinds[id(node)] = "main"
             else:
-                text = node.messages[-1].content.strip()
                 later = (m.content for n in firsts if n.turn > node.turn and n.tools for m in n.messages[:-1])
-                found = len(text) >= 16 and any(text in content for content in later)
+                found = node.turn > begun and _told_again(node.messages[-1].content, later)
                 kinds[id(node)] = "compaction" if found else "side"
         return kinds
 
@@ -189,6 +191,19 @@ class Tree:
             traces.append(_trace(path, [why(n) for n in path], kind))
             trained.update(map(id, path))
         return tuple(traces)
+
+
+def _told_again(text: str, contents: Iterable[str]) -> bool:
+    """Whether most of a text of some length stands in one of these. Programs put it into words of their own,
+    and take tags, blanks or a part that was not meant to be kept (a scratchpad) out of it."""
+    lines = [" ".join(line.split()) for line in re.sub(r"<[^<>\n]*>", "\n", text).splitlines()]
+    lines = [line for line in lines if len(line) >= 16]
+    most = sum(map(len, lines)) / 2
+    for content in contents if lines else ():
+        content = " ".join(content.split())
+        if sum(len(line) for line in lines if line in content) >= most:
+            return True
+    return False
 
 
 def key(messages: Sequence[Message]) -> tuple[Hashable, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from metagym.errors import InputError
+from metagym.proxy.body import Reader
 from metagym.proxy.session import Reply, Request
 from metagym.types import Message
 
@@ -48,12 +49,13 @@ class Memory:
 
     def __init__(self):
         self._parts: dict[Any, tuple[list[Any], list[Any]]] = {}
+        self.body = Reader()
 
     def read(self, raws: list[Any], one: Callable[[Any], T]) -> list[T]:
         """What `one` makes of each of these parts."""
         before, made = self._parts.get(one, ([], []))
         pairs = enumerate(zip(raws, before, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(raws), len(before)))
+        same = next((i for i, (a, b) in pairs if a is not b and a != b), min(len(raws), len(before)))
         made = [*made[:same], *map(one, raws[same:])]
         self._parts[one] = raws, made
         return made

@@ -66,13 +66,17 @@ def test_a_hang_that_the_session_ends(harness, play):
 
 @harnesses(FIVE, in_ci=("mini-swe-agent",))
 @pytest.mark.timeout(600)
-def test_a_connection_that_breaks(harness, play, cut):
-    """The first answer of the main conversation is lost on the way: the retry gets it, and it trains once."""
-    played = play(harness, scripted(harness), between=cut)
+@pytest.mark.parametrize("how", ["disconnect", "500"])
+def test_an_answer_that_is_lost_on_the_way(harness, play, between, how):
+    """The first answer of the main conversation is cut off, or a 500 comes in its place: the program asks
+    again, and one of the two answers trains."""
+    between.how = how
+    played = play(harness, scripted(harness), between=between)
     session = played.opened.session
-    assert cut.cuts == 1
-    assert "return a + b" in played.calc, played.outcome
-    assert trained_once(session) == len(SCRIPTS[harness.name])
+    told = (played.outcome, session.metrics)
+    assert between.faults == 1
+    assert "return a + b" in played.calc, told
+    assert trained_once(session) == len(SCRIPTS[harness.name]), told
 
 
 @harnesses(FIVE, in_ci=("mini-swe-agent",))
@@ -86,11 +90,16 @@ def test_a_budget_of_turns(harness, play):
     assert trained_once(played.opened.session) <= 2
 
 
-class Cut:
-    """Forwards one unix socket to another; the first answer of the main conversation is cut."""
+WHY = b'{"error": {"message": "broken", "type": "server_error"}}'
+REFUSED = b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: application/json\r\nconnection: close\r\n"
+REFUSED += b"content-length: %d\r\n\r\n%s" % (len(WHY), WHY)
+
+
+class Between:
+    """Forwards one unix socket to another. The first answer of the main conversation does not get through."""
 
     def __init__(self):
-        self.cuts = 0
+        self.how, self.faults = "disconnect", 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -108,13 +117,28 @@ class Cut:
                     await back.drain()
                 back.write_eof()
 
+            async def answer():
+                """What comes next; of the main conversation's first answers as much as comes at once."""
+                data = await there.read(1 << 16)
+                while data and not self.faults and b"tools" in asked and b"I look" not in data:
+                    try:
+                        more = await asyncio.wait_for(there.read(1 << 16), 0.5)
+                    except TimeoutError:
+                        break
+                    if not more:
+                        break
+                    data += more
+                return data
+
             async def down():
-                while data := await there.read(1 << 16):
-                    if not self.cuts and b"I look" in data and (b"tools" in asked):
-                        self.cuts += 1
-                        writer.write(data[:40])
+                while data := await answer():
+                    if not self.faults and b"I look" in data and b"tools" in asked:
+                        self.faults += 1
+                        writer.write(data[:40] if self.how == "disconnect" else REFUSED)
                         await writer.drain()
-                        writer.transport.abort()
+                        if self.how == "disconnect":
+                            writer.transport.abort()
+                        writer.close()
                         return
                     writer.write(data)
                     await writer.drain()
@@ -151,7 +175,7 @@ class Cut:
 
 
 @pytest.fixture
-def cut():
-    made = Cut()
+def between():
+    made = Between()
     yield made
     made.close()

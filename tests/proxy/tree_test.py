@@ -38,6 +38,18 @@ def ask(session, messages, deliver=True, tools=(BASH,), **more):
     return reply.message
 
 
+def ask_at_once(session, *asked):
+    """Requests that run at the same time, answered the last one first. Returns the replies."""
+    plans = [session.plan(Request(tuple(m), tools=tuple(t), agent=a)) for m, a, t in asked]
+    calls = [None if plan.twin is not None else session.submit(plan) for plan in plans]
+    replies = []
+    for plan, call in list(zip(plans, calls, strict=True))[::-1]:
+        twin = call is None
+        replies.append(session.reply_of(plan.twin) if twin else session.record(call, call.future.result(5)))
+        session.delivered(replies[-1])
+    return [r.message for r in replies[::-1]]
+
+
 def make(model_dir: Path, *replies, template: str | None = QWEN3_LIKE, **more):
     renderer = Renderer.from_dir(model_dir, template)
     backend = ScriptedBackend([[*renderer.encode_text(r), END] for r in replies])
@@ -182,6 +194,31 @@ def test_kinds_of_branches(model_dir):
     assert session.nodes[1].parent is not session.nodes[3].parent
 
 
+SCRATCH = "<scratchpad>\nI look back at all of it.\n</scratchpad>\n"
+STATE = "<state>\nThe file calc.py has a minus where a plus belongs.\n\nNothing was changed so far.\n</state>"
+
+
+@pytest.mark.parametrize(
+    ("first", "said", "told", "kind"),
+    [
+        (False, STATE, f"Go on from this:\n{STATE}\nThanks.", "compaction"),
+        (False, SCRATCH + STATE, STATE, "compaction"),  # without what it was not asked for
+        (False, STATE, " ".join(STATE[7:-8].split()), "compaction"),  # in one line, without the tags
+        (False, "Repair of calc.py", STATE, "side"),  # a title late in the episode
+        (False, "ok", "ok, go on", "side"),  # so little can stand anywhere
+        (True, "Mend the sign in it", "Mend the sign in it, please.", "side"),  # a title: the task in its words
+    ],
+)
+def test_a_summary_is_known_by_what_goes_on_from_it(model_dir, first, said, told, kind):
+    replies = [said, "a", "b"] if first else ["a", said, "b"]
+    session, _, _ = make(model_dir, *replies)
+    asked = [([user("Summarise.")], ()), ([user("Fix it.")], (BASH,))]
+    for talk, tools in asked if first else asked[::-1]:
+        ask(session, talk, tools=tools)
+    ask(session, [user(told)])
+    assert sorted(t.kind for t in session.traces) == sorted(["main", "main", kind])
+
+
 def test_a_program_without_tools_is_the_main_one(model_dir):
     session, _, _ = make(model_dir, "a", "b")
     ask(session, [user("x")], tools=())
@@ -240,7 +277,9 @@ REPLIES = (
     "",
 )
 MOVES = st.tuples(
-    st.sampled_from(["go on", "edit", "drop", "compact", "sub-agent", "retry", "lost", "side", "fork"]),
+    st.sampled_from(
+        ["go on", "edit", "drop", "compact", "sub-agent", "parallel", "retry", "lost", "side", "fork"]
+    ),
     st.integers(0, 6),
     st.sampled_from(["", "a", "<|im_end|>", "so\n"]),
 )
@@ -277,6 +316,14 @@ def test_whatever_happens_the_tokens_are_what_the_engine_was_given(model_dir, te
             results = [result(c, text) for c in messages[-1].tool_calls]
             messages = [*messages[:-1], js(messages[-1]), *results, *([] if results else [user(f"{text}?")])]
         last = (messages, agent, tools)
+        if move == "parallel":  # with a sub-agent and another that goes on from the same
+            others = (
+                ([user(f"sub {text}")], f"agent {which}", tools),
+                ([*messages, user(f"{text}.")], agent, tools),
+            )
+            found = ask_at_once(session, last, *others)
+            talks += [([*m, r], a, t) for (m, a, t), r in zip((last, *others), found, strict=True)]
+            continue
         reply = ask(session, messages, deliver=move != "lost", agent=agent, tools=tools)
         if move != "lost":
             talks.append(([*messages, reply], agent, tools))
@@ -294,7 +341,7 @@ def test_whatever_happens_the_tokens_are_what_the_engine_was_given(model_dir, te
         assert ((trace.why == Why.SAMPLED) == trace.trainable).all()
         assert (trace.sampled | np.isin(trace.why, [Why.RENDERED, Why.REBUILT])).all()
     assert trained.max(initial=0) <= 1
-    superseded = [session._tree.superseded(n) for n in nodes]
+    superseded = [session._tree.superseded(n) for n in sorted(nodes, key=lambda n: n.turn)]
     assert (trained == 1).tolist() == [not s for s in superseded], "each reply that was used trains once"
     if history == "keep":
         assert session.metrics["not_append_only"] == 0
