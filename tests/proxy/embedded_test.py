@@ -237,6 +237,7 @@ def test_nothing_compiles_after_warm_up(model, other_params):
 
 
 def test_weights_change_while_replies_are_sampled(model, other_params, score):
+    """CASES 90: 16 replies go on across an update; each token is of the version that sampled it."""
     backend = engine(model)
     try:
         ids = prompt(12, seed=600)

@@ -101,7 +101,7 @@ def test_only_the_end_of_turn_of_the_chat_is_added(renderer):
 
 
 def test_replies_are_never_tokenised_again(renderer):
-    """The model spells "  international" in single bytes; tokenising its text would give other tokens."""
+    """CASES 87: the model spells "  international" in bytes; tokenising its text would give other tokens."""
     spelled = [i for c in "  international" for i in renderer.encode_text(c)]
     assert spelled != renderer.encode_text("  international")
     session, backend = make(renderer, [*spelled, END], "ok")
@@ -174,6 +174,7 @@ def test_a_template_that_rewrites_history_branches_and_is_counted(model_dir):
 
 
 def test_the_sampling_contract_is_forced(renderer):
+    """CASES 91: in training nothing but the whole distribution at temperature 1, and what was asked is told."""
     wild = Sampling(max_tokens=9, temperature=0.3, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(7,))
     session, backend = make(renderer, "a", sampling=wild)
     session.chat([user("a")])
@@ -253,6 +254,7 @@ class Returns:
     ],
 )
 def test_an_unusable_answer_is_an_engine_error(renderer, answer, reason):
+    """CASES 86: what has no tokens, or not all of them, is never trained."""
     good = bad([9, END], "stop")
     session = Session(Returns(good, answer, good), renderer, sampling=Sampling(max_tokens=10))
     first = session.chat([user("a")])

@@ -187,6 +187,7 @@ def by_rollout(batches, scores):
 
 
 def test_the_gradient_program_scores_alike_in_every_packing_and_on_every_mesh(model):
+    """CASES 93, for the trainer."""
     rng = np.random.default_rng(0)
     traces = [trace(rng, n) for n in (120, 90, 128, 77, 100, 64, 129, 30)]
     graphdef, params = nnx.split(model)
