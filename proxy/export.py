@@ -69,8 +69,8 @@ def groups_of_rows(
 ) -> list[Group]:
     """Episodes to train on: rows of the same session are one, episodes of the same task a group.
 
-    `score` gives an episode's reward anew, from its traces; else it is what its rows say. Raises InputError if
-    a row is malformed or an episode has no reward.
+    `score` gives an episode's reward anew, from its traces; else it is what its rows say. Raises InputError
+    if a row is malformed or an episode has no reward.
     """
     sessions: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in given:

@@ -10,7 +10,7 @@ replies. An episode has 1,020 tokens, of which one is trained.
 Command: make train CONFIG=experiments/configs/harness_small.py
 """
 
-from metagym.experiments.config import base
+from metagym.experiments.config import base, evaluation
 
 PREFIX = """\
 The operator in line 2 is wrong.
@@ -50,4 +50,5 @@ def get_config():
     config.engine.num_pages = 1000
     config.record_traces = True
 
+    config.evaluate.held_out = evaluation(episodes=20)
     return config

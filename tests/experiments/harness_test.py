@@ -64,7 +64,8 @@ def get_config():
 """
 CONFIG = f"""{TRAINED}
     config.evaluate.held_out = evaluation(episodes=2)
-    config.evaluate.titled = evaluation(episodes=2, agent={{"args": {{"name": "fake-title", "suffix": REST}}}})
+    titled = {{"name": "fake-title", "suffix": REST}}
+    config.evaluate.titled = evaluation(episodes=2, agent={{"args": titled}})
     config.evaluate.native = evaluation(
         episodes=2, agent={{"kind": "swe", "args": {{"action": "{{reply}}"}}, "prefix": "", "max_turns": 1}}
     )

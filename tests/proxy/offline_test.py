@@ -1,4 +1,4 @@
-"""Sessions that were exported are scored again and trained from their rows alone: nothing generates any more."""
+"""Sessions that were exported are scored again and trained from their rows alone; nothing generates."""
 
 import json
 import urllib.request
@@ -23,22 +23,20 @@ from metagym.rl.batching import pack
 from metagym.rl.train_step import init_state, make_train_step, state_shardings
 from metagym.types import Group, Sampling, StopReason, Task, Trajectory
 
-from .server_test import post
-
 GROUPS, MEMBERS = 2, 4
 
 
-def control(proxy, method, path, body=None):
+def ask(method, url, key, body=None):
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{proxy.control_url}{path}", data, method=method)
-    request.add_header("authorization", f"Bearer {proxy.control_key}")
+    request = urllib.request.Request(url, data, method=method)
+    request.add_header("authorization", f"Bearer {key}")
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Two tasks, four episodes of two turns each, over HTTP from a model of random weights; then it is gone."""
+    """Two tasks, four episodes of two turns each, over HTTP from random weights; then the model is gone."""
     folder = tmp_path_factory.mktemp("offline")
     directory = random_model(folder / "model", seed=3)
     renderer = Renderer.from_dir(directory)
@@ -46,17 +44,17 @@ def recorded(tmp_path_factory):
     proxy = Proxy(engine, renderer, control_port=0, context=256, sampling=Sampling(max_tokens=6)).start()
     rows, live = [], {}
     try:
+        control, key = f"{proxy.control_url}/sessions", proxy.control_key
         for i in range(GROUPS * MEMBERS):
             task = f"task {i // MEMBERS}"
-            opened = control(proxy, "POST", "/sessions", {"name": f"e{i}", "task": task, "seed": i})
+            opened = ask("POST", control, key, {"name": f"e{i}", "task": task, "seed": i})
             talk = [{"role": "user", "content": task}]
             for text in ("and?", "so?"):
-                body = {"messages": talk}
-                status, _, answer = post(opened["url"], body, opened["key"], "/v1/chat/completions")
-                assert status == 200
+                url = f"{opened['url']}/v1/chat/completions"
+                answer = ask("POST", url, opened["key"], {"messages": talk})
                 talk += [answer["choices"][0]["message"], {"role": "user", "content": text}]
-            control(proxy, "POST", f"/sessions/{opened['id']}/score", {"reward": float(i % 2)})
-            rows += control(proxy, "GET", f"/sessions/{opened['id']}/export?format=native")
+            ask("POST", f"{control}/{opened['id']}/score", key, {"reward": float(i % 2)})
+            rows += ask("GET", f"{control}/{opened['id']}/export?format=native", key)
             live[opened["id"]] = (task, proxy.session(opened["id"]).session.traces)
     finally:
         proxy.close()

@@ -174,7 +174,7 @@ def test_a_template_that_rewrites_history_branches_and_is_counted(model_dir):
 
 
 def test_the_sampling_contract_is_forced(renderer):
-    """CASES 91: in training nothing but the whole distribution at temperature 1, and what was asked is told."""
+    """CASES 91: training samples the whole distribution at temperature 1, and tells what was asked."""
     wild = Sampling(max_tokens=9, temperature=0.3, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(7,))
     session, backend = make(renderer, "a", sampling=wild)
     session.chat([user("a")])

@@ -206,7 +206,12 @@ STATE = "<state>\nThe file calc.py has a minus where a plus belongs.\n\nNothing 
         (False, STATE, " ".join(STATE[7:-8].split()), "compaction"),  # in one line, without the tags
         (False, "Repair of calc.py", STATE, "side"),  # a title late in the episode
         (False, "ok", "ok, go on", "side"),  # so little can stand anywhere
-        (True, "Mend the sign in it", "Mend the sign in it, please.", "side"),  # a title: the task in its words
+        (
+            True,
+            "Mend the sign in it",
+            "Mend the sign in it, please.",
+            "side",
+        ),  # a title: the task in its words
     ],
 )
 def test_a_summary_is_known_by_what_goes_on_from_it(model_dir, first, said, told, kind):
