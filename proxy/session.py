@@ -494,7 +494,10 @@ def _check(generation: Generation, sampling: Sampling) -> None:
         )
     if tokens.dtype.kind not in "iu" or tokens.min() < 0 or np.min(generation.version) < 0:
         raise EngineError("the engine returned tokens or versions that are not counts from 0")
-    stops = np.flatnonzero(np.isin(tokens, sampling.stop_token_ids)).tolist()
+    ends = np.zeros(len(tokens), bool)
+    for stop in sampling.stop_token_ids:
+        ends |= tokens == stop
+    stops = np.flatnonzero(ends).tolist()
     expected = [len(tokens) - 1] if generation.finish == "stop" else []
     if stops != expected:
         raise EngineError(

@@ -147,7 +147,7 @@ class Tree:
         """What each branch that starts from a root is about, by `id` of its first call.
 
         The session's first agent, with tools if it ever has any, is the main one. Its calls without tools are
-        side requests (a title, say), unless some call with tools came before and most of their text turns up
+        side requests (a title, say), unless some call with tools came before and much of their text turns up
         in a prompt that starts a later branch: then it was a compaction of the history. Other agents are
         sub-agents.
         """
@@ -194,14 +194,14 @@ class Tree:
 
 
 def _told_again(text: str, contents: Iterable[str]) -> bool:
-    """Whether most of a text of some length stands in one of these. Programs put it into words of their own,
-    and take tags, blanks or a part that was not meant to be kept (a scratchpad) out of it."""
+    """Whether half of a text of some length, or 200 characters, stand in one of these. Programs put it into
+    words of their own, and take tags, blanks or what is not meant to be kept (an analysis) out of it."""
     lines = [" ".join(line.split()) for line in re.sub(r"<[^<>\n]*>", "\n", text).splitlines()]
     lines = [line for line in lines if len(line) >= 16]
-    most = sum(map(len, lines)) / 2
+    enough = min(200, sum(map(len, lines)) / 2)
     for content in contents if lines else ():
         content = " ".join(content.split())
-        if sum(len(line) for line in lines if line in content) >= most:
+        if sum(len(line) for line in lines if line in content) >= enough:
             return True
     return False
 

@@ -14,7 +14,7 @@ from metagym.proxy.render import Renderer
 from metagym.proxy.session import Request, Session
 from metagym.proxy.tree import canonical_text, key
 from metagym.testing import ScriptedBackend
-from metagym.types import Message, Why
+from metagym.types import Message, Sampling, Why
 
 from .conftest import BASH, KEEPS_THOUGHTS, QWEN3_LIKE, hermes
 
@@ -202,7 +202,8 @@ STATE = "<state>\nThe file calc.py has a minus where a plus belongs.\n\nNothing 
     ("first", "said", "told", "kind"),
     [
         (False, STATE, f"Go on from this:\n{STATE}\nThanks.", "compaction"),
-        (False, SCRATCH + STATE, STATE, "compaction"),  # without what it was not asked for
+        (False, SCRATCH + STATE, STATE, "compaction"),  # without what is not meant to be kept
+        (False, SCRATCH * 9 + STATE * 3, STATE * 3, "compaction"),  # which may be most of it
         (False, STATE, " ".join(STATE[7:-8].split()), "compaction"),  # in one line, without the tags
         (False, "Repair of calc.py", STATE, "side"),  # a title late in the episode
         (False, "ok", "ok, go on", "side"),  # so little can stand anywhere
@@ -216,7 +217,7 @@ STATE = "<state>\nThe file calc.py has a minus where a plus belongs.\n\nNothing 
 )
 def test_a_summary_is_known_by_what_goes_on_from_it(model_dir, first, said, told, kind):
     replies = [said, "a", "b"] if first else ["a", said, "b"]
-    session, _, _ = make(model_dir, *replies)
+    session, _, _ = make(model_dir, *replies, sampling=Sampling(max_tokens=2000))
     asked = [([user("Summarise.")], ()), ([user("Fix it.")], (BASH,))]
     for talk, tools in asked if first else asked[::-1]:
         ask(session, talk, tools=tools)
