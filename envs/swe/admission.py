@@ -54,8 +54,9 @@ def admit(
     `known` are runs with the fix that were made before. At last, the grader itself must say "failed" of the
     empty patch and "resolved" of the fix.
     """
+    gold = images.ready(factory, instance).gold
     before = observe(factory, instance, b"", runs)
-    after = [*known, *observe(factory, instance, instance.gold, max(0, runs - len(known)))]
+    after = [*known, *observe(factory, instance, gold, max(0, runs - len(known)))]
     for name, each in (("without", before), ("with", after)):
         if ended := next((r for r in each if r.result.timed_out or r.result.limit), None):
             return Admission(None, f"the tests {name} the fix: {ended.problem}")
@@ -99,7 +100,7 @@ def confirm(
     `before` are outcomes of the tests without the fix, seen earlier: they must be the same again.
     """
     grader = SandboxGrader(factory, lambda id: instance)
-    for patch, wanted in ((b"", "failed"), (instance.gold, "resolved")):
+    for patch, wanted in ((b"", "failed"), (images.ready(factory, instance).gold, "resolved")):
         verdict = grader.grade_instance(instance, patch)
         if verdict.outcome != wanted:
             return f"{'the fix' if patch else 'the empty patch'} is {verdict.outcome}: {verdict.reason}"

@@ -12,7 +12,8 @@ format by its fields:
 | SWE-smith   | `image_name`, no `test_patch`    | `patch` is the bug: the fix is its reverse              |
 | R2E         | `expected_output_json`           | tests by `execution_result_content`, the fix by         |
 |             |                                  | `parsed_commit_content`; what passed must pass          |
-| Harbor      | a folder with `task.toml`        | refused: `tests/test.sh` judges the agent's container   |
+| Harbor      | a folder with `task.toml`        | `tests/test.sh` must do nothing but run pytest          |
+|             |                                  | (see `metagym.envs.swe.harbor`)                         |
 
 The images hold the repositories (see `metagym.envs.swe.images`). Tests that are node ids of pytest are run by
 our runner, whatever the row says; others by the row's command and a log parser of swebench.
@@ -33,18 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from metagym.envs.swe import logs, patches, toy
+from metagym.envs.swe import harbor, logs, patches, toy
 from metagym.envs.swe.grading import is_cut
-from metagym.envs.swe.instances import WORKDIR, Instance
+from metagym.envs.swe.instances import WORKDIR, Instance, Refused
 from metagym.errors import InputError, MissingExtraError, UnknownNameError
 
 _log = logging.getLogger("metagym.swe")
 Row = Mapping[str, Any]
 _CONDA = ("/opt/miniconda3/envs/testbed/bin",)  # where the images of SWE-bench and its kin have Python
-
-
-class Refused(ValueError):
-    """Why a row can't be graded."""
 
 
 def load(data: Any = None) -> tuple[Instance, ...]:
@@ -141,7 +138,8 @@ def _ours(row: Row, folder: Path) -> Instance:
     given = {k: v for k, v in row.items() if k in known}
     for name in ("gold", "change", "test_patch"):
         given[name] = _bytes(row.get(name, ""))
-    given["tests"] = {path: _bytes(content) for path, content in row.get("tests", {}).items()}
+    for name in ("tests", "solution"):
+        given[name] = {path: _bytes(content) for path, content in row.get(name, {}).items()}
     for name in ("fail_to_pass", "pass_to_pass", "hidden", "python_path", "arguments", "path"):
         if name in given:
             given[name] = tuple(given[name])
@@ -158,7 +156,8 @@ def save(instances: Iterable[Instance], path: Path) -> None:
     for each in instances:
         row: dict[str, Any] = dataclasses.asdict(each)
         row |= {name: _text(getattr(each, name)) for name in ("gold", "change", "test_patch")}
-        row["tests"] = {p: _text(c) for p, c in each.tests.items()}
+        for name in ("tests", "solution"):
+            row[name] = {p: _text(c) for p, c in getattr(each, name).items()}
         for name in ("source", "site"):
             if row[name] and Path(row[name]).is_relative_to(base):
                 row[name] = str(Path(row[name]).relative_to(base))
@@ -233,6 +232,7 @@ def _runner(instance: Instance, row: Row, files: Sequence[str]) -> Instance:
     command = _between(str(row.get("eval_script") or ""))
     if not command and (given := config.get("test_cmd")):
         lines = [given] if isinstance(given, str) else list(given)
+        lines = [line.replace("\r", "") for line in lines]
         command = "\n".join((*lines[:-1], f"{lines[-1]} {' '.join(f for f in files if f.endswith('.py'))}"))
     if not (name and command):
         raise Refused(
@@ -253,7 +253,7 @@ def _runner(instance: Instance, row: Row, files: Sequence[str]) -> Instance:
 
 def _between(script: str) -> str:
     """Of an eval script, the lines that set variables and those between its marks."""
-    before, _, rest = script.partition(">>>>> Start Test Output")
+    before, _, rest = script.replace("\r\n", "\n").partition(">>>>> Start Test Output")
     inside = rest.partition("\n")[2].partition(">>>>> End Test Output")[0].rpartition("\n")[0]
     exports = [line for line in before.splitlines() if line.startswith("export ")]
     return "\n".join((*exports, inside.strip())) if inside.strip() else ""
@@ -367,10 +367,10 @@ def _harbor(row: Row) -> Instance:
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             raise Refused(f"the folder has no {name}")
-    raise Refused(
-        "tests/test.sh judges the container that the agent worked in and writes its own reward: there is no "
-        "patch to take out and no report of tests to check it with"
-    )
+    if (made_of := harbor.row(folder)) is not None:
+        issue = (folder / "instruction.md").read_text("utf-8")
+        return dataclasses.replace(_bench(made_of), issue=issue)
+    return harbor.instance(folder)
 
 
 # --- selection ---------------------------------------------------------------------------------------------

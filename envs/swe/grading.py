@@ -50,10 +50,11 @@ class Run:
 
     def outcome(self, test: str) -> str:
         """Of a test, "missing" without one. A name that was cut off at a blank, as some published ones are,
-        stands for every test that begins with it: the worst of theirs."""
-        if test in self.outcomes or not is_cut(test):
-            return self.outcomes.get(test, "missing")
-        found = {o for t, o in self.outcomes.items() if t.startswith(f"{test} ")}
+        or that has no parameters, stands for every test that begins with it: the worst of theirs."""
+        if test in self.outcomes:
+            return self.outcomes[test]
+        begin = f"{test} " if is_cut(test) else f"{test}["
+        found = {o for t, o in self.outcomes.items() if t.startswith(begin)}
         return next((o for o in ("failed", "error", "skipped", "xfailed", "passed") if o in found), "missing")
 
 
@@ -80,15 +81,17 @@ def run_tests(
         return Run(result, result.exit_code, tuple(outcomes), outcomes, {}, problem, forged)
     nonce, name = secrets.token_hex(16), secrets.token_hex(8)
     report = f"/tmp/{name}.json"
-    arguments = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--rootdir={instance.workdir}"]
+    outside = any(f.startswith("/") for f in files)  # of the repository: so are its node ids
+    root = "/" if outside else instance.workdir
+    arguments = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--rootdir={root}"]
     spec = {
         "nonce": nonce,
         "args": [*arguments, "--tb=short", *instance.arguments, *files],
-        "only": None if only is None else list(only),
+        "only": None if only is None else [t.removeprefix("/") for t in only],
         "report": report,
     }
     result = sandbox.exec(
-        f"python {TOOLS}/runner.py",
+        f'"$(command -v python || command -v python3)" {TOOLS}/runner.py',
         timeout_s or instance.timeout_s,
         cwd=instance.workdir,
         env=instance.env(),
@@ -100,8 +103,9 @@ def run_tests(
     try:
         told = json.loads(sandbox.read(report))
         right = secrets.compare_digest(str(told["nonce"]), nonce)
-        collected, outcomes = tuple(told["collected"]), dict(told["outcomes"])
-        errors = dict(told["errors"])
+        begin = "/" if outside else ""
+        collected = tuple(f"{begin}{t}" for t in told["collected"])
+        outcomes, errors = ({f"{begin}{t}": v for t, v in told[k].items()} for k in ("outcomes", "errors"))
     except (FileNotFoundError, ValueError, KeyError, TypeError, OSError):
         why = f"the test process ended with exit code {code} and left no report"
         return Run(result, code, problem=why, forged=code == 0)
@@ -205,16 +209,19 @@ class SandboxGrader(Live):
         return _verdicts[key]
 
     def _grade(self, instance: Instance, patch: bytes) -> Verdict:
+        started = time.monotonic()
+        deadline = started + (self._deadline_s or 4 * instance.timeout_s + 120.0)
+        try:
+            instance = images.ready(self.factory, instance)
+        except InfraError as error:
+            return Verdict("infra", str(error))
         try:
             screened = patches.screen(patch, instance.protected, instance.gold_paths)
         except ValueError as error:
             return Verdict("not_applied", f"{error}.")
         report: dict[str, Any] = {"left_out": screened.left_out, "paths": screened.paths}
         left = "".join(f"; left out: {path} ({why})" for path, why in list(screened.left_out.items())[:5])
-        started = time.monotonic()
-        deadline = started + (self._deadline_s or 4 * instance.timeout_s + 120.0)
         try:
-            instance = images.ready(self.factory, instance)
             runs, sources = self._runs(instance, screened, report, deadline)
             if isinstance(runs, str):
                 return Verdict("not_applied", f"{runs}{left}.", report)
@@ -245,7 +252,7 @@ class SandboxGrader(Live):
                         break
                     continue
                 for path, (content, _) in sources.items():
-                    sandbox.write(f"{instance.workdir}/{path}", content)
+                    sandbox.write(instance.place(path), content)
                 names = [t for _, tests in sources.values() for t in tests]
                 runs[which] = self._run(sandbox, instance, tuple(sources), names, deadline)
             finally:
@@ -318,6 +325,8 @@ def _lacking(instance: Instance, run: Run) -> str:
     bad = [t for t in instance.required if run.outcome(t) not in ("passed", "missing")]
     parts = [f"{len(bad)} required tests did not pass, {bad[0]} among them"] if bad else []
     parts += [f"{len(missing)} required tests are missing, {missing[0]} among them"] if missing else []
+    if instance.whole and run.exit_code != 0:
+        parts.append(f"the tests ended with exit code {run.exit_code}")
     return "; ".join(parts)
 
 
@@ -361,7 +370,7 @@ def _git_apply(sandbox: Sandbox, instance: Instance, patch: bytes) -> str | None
 def bring_tests(sandbox: Sandbox, instance: Instance) -> None:
     """Puts the task's own files in place. Raises SandboxError if they don't fit."""
     for path, content in instance.tests.items():
-        sandbox.write(f"{instance.workdir}/{path}", content)
+        sandbox.write(instance.place(path), content)
     if instance.test_patch and (why := _git_apply(sandbox, instance, instance.test_patch)):
         raise SandboxError(f"the tests of {instance.id!r} don't fit its repository: {why}")
 
@@ -380,7 +389,7 @@ def twins(sandbox: Sandbox, instance: Instance) -> dict[str, tuple[bytes, list[s
         if not path.endswith(".py"):
             continue
         try:
-            content, changed = twin(sandbox.read(f"{instance.workdir}/{path}"), set(tests.values()))
+            content, changed = twin(sandbox.read(instance.place(path)), set(tests.values()))
         except (FileNotFoundError, SyntaxError, ValueError):
             continue
         if known := [t for t, name in tests.items() if name in changed]:

@@ -4,7 +4,8 @@ In a container of its own, before any agent: the task's change goes in (a bug, s
 see is read out and removed, every `.git` with it, and the files that were tracked become one commit. What
 else lay there (caches, environments, what a build made) stays, and is named in `info/exclude`, so that it is
 no change of the agent's. The commit's objects are kept on this machine too, and mounted where no agent can
-change them. The image must have bash and git.
+change them. Where the known fix is a script, it runs once, in another container: the fix is what it changes.
+The image must have bash and git.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from metagym.envs.swe import patches
 from metagym.envs.swe.bubblewrap import own
-from metagym.envs.swe.instances import AUTHOR, Instance, cache_folder, git
+from metagym.envs.swe.instances import AUTHOR, Instance, cache_folder, git, mounts
 from metagym.envs.swe.pool import WarmPool
 from metagym.errors import InputError, SandboxError
 from metagym.protocols import Sandbox, SandboxFactory
@@ -80,7 +81,16 @@ def ready(factory: SandboxFactory, instance: Instance) -> Instance:
             with _lock:
                 del made[key]
             future.set_exception(error)
-    return future.result()
+    done = future.result()
+    return dataclasses.replace(
+        instance,
+        image=done.image,
+        base=done.base,
+        change=b"",
+        gold=done.gold,
+        tests={**done.tests, **instance.tests},
+        path=done.path,
+    )
 
 
 def _make(factory: SandboxFactory, instance: Instance) -> Instance:
@@ -113,7 +123,7 @@ def _make(factory: SandboxFactory, instance: Instance) -> Instance:
         image = factory.snapshot(sandbox)
     finally:
         sandbox.close()
-    return dataclasses.replace(
+    made = dataclasses.replace(
         instance,
         image=image,
         base=base,
@@ -121,6 +131,22 @@ def _make(factory: SandboxFactory, instance: Instance) -> Instance:
         tests={**tests, **instance.tests},
         path=(*instance.path, *path.split(":")),
     )
+    return made if made.gold or not made.solution else dataclasses.replace(made, gold=_gold(factory, made))
+
+
+def _gold(factory: SandboxFactory, instance: Instance) -> bytes:
+    """What the instance's solution changes."""
+    sandbox = factory.start(instance.image, mounts(instance), _LIMITS, {"task": instance.id})
+    try:
+        for path, content in instance.solution.items():
+            sandbox.write(f"/solution/{path}", content)
+        _run(sandbox, instance, "bash /solution/solve.sh", "does not run its solution")
+        gold = patches.take(sandbox, instance.workdir)
+    finally:
+        sandbox.close()
+    if not gold:
+        raise InputError(f"task {instance.id!r}: its solution changes nothing in {instance.workdir}.")
+    return gold
 
 
 def _run(sandbox: Sandbox, instance: Instance, command: str, what: str) -> str:

@@ -8,6 +8,7 @@ repository to a cache, as git with one commit and no other object.
 import hashlib
 import json
 import os
+import posixpath
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,10 @@ AUTHOR = {
 }
 
 
+class Refused(ValueError):
+    """Why a row or folder can't be graded."""
+
+
 def cache_folder() -> Path:
     base = os.environ.get("METAGYM_CACHE") or "~/.cache/metagym"
     return Path(base).expanduser() / "swe"
@@ -49,14 +54,15 @@ class Instance:
     id: str
     repo: str  # what splits are made by
     issue: str
-    gold: bytes  # the known fix
+    gold: bytes  # the known fix; b"" before `images.ready` where it is what `solution` does
     fail_to_pass: tuple[str, ...]  # tests that fail before the fix and pass after it: node ids of pytest, or
     # what `log_parser` calls them
     pass_to_pass: tuple[str, ...]
     split: str = "train"
     source: str = ""  # a folder on this machine that holds the repository's files; "": it is in the image
     change: bytes = b""  # a patch on the source that makes the repository (a bug, say)
-    tests: Mapping[str, bytes] = field(default_factory=dict)  # files that the grader brings
+    tests: Mapping[str, bytes] = field(default_factory=dict)  # files that the grader brings; some may lie
+    # outside the repository, their paths then begin with "/"
     test_patch: bytes = b""  # what the grader applies after them
     hidden: tuple[str, ...] = ()  # files of the source that the agent doesn't get
     image: str = "host"
@@ -68,6 +74,8 @@ class Instance:
     arguments: tuple[str, ...] = ()  # more of them for pytest
     command: str = ""  # runs tests that are no pytest node ids
     log_parser: str = ""  # of swebench: reads what `command` prints
+    whole: bool = False  # every test of the files must pass, not those alone that are named
+    solution: Mapping[str, bytes] = field(default_factory=dict)  # files for /solution; its `solve.sh` is the fix
     timeout_s: float = 300.0  # of one run of the tests
     created: str = ""  # ISO date; "": not known
     about: Mapping[str, str] = field(default_factory=dict)  # where it comes from
@@ -75,6 +83,10 @@ class Instance:
     @cached_property
     def required(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.fail_to_pass, *self.pass_to_pass)))
+
+    def place(self, path: str) -> str:
+        """Where a file of the repository or of its tests is in the sandbox."""
+        return posixpath.join(self.workdir, path)
 
     @property
     def test_files(self) -> tuple[str, ...]:
@@ -95,6 +107,7 @@ class Instance:
         """Names the agent's repository: the same key, the same files, down to their times."""
         if not self.source:
             told = [self.image, self.workdir, self.change.decode("latin1"), sorted(self.hidden)]
+            told += sorted((path, hashlib.sha256(c).hexdigest()) for path, c in self.solution.items())
             return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:20]
         root = os.path.abspath(self.source)
         files = []

@@ -21,8 +21,12 @@ class Recorder:
 
     def pytest_collection_modifyitems(self, config, items):
         if self.only is not None:
-            # Published names may be cut off at their first blank.
-            items[:] = [i for i in items if {i.nodeid, i.nodeid.split(" ")[0]} & self.only]
+            # Published names may be cut off at their first blank, others have no parameters.
+            items[:] = [i for i in items if self.names(i.nodeid) & self.only]
+
+    @staticmethod
+    def names(test):
+        return {test, test.split(" ")[0], test.split("[")[0]}
 
     def pytest_collection_finish(self, session):
         self.collected = [item.nodeid for item in session.items]

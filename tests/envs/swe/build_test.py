@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from metagym import cli
 from metagym.envs.swe import admission, build, datasets, mutation, patches, toy
 from metagym.envs.swe.grading import SandboxGrader
 from metagym.errors import InputError, MissingExtraError
@@ -162,6 +163,58 @@ def test_tasks_by_mutation(bubblewrap, source):
     assert datasets.load(path) == tuple(made)
 
 
+def test_a_task_of_two_releases(bubblewrap, source, small):
+    """The fix makes a file, removes one and changes one; the tests are the new release's, hidden here."""
+    old = source
+    (old / "oddments.py").write_text("OLD = 1\n")
+    new_files = {
+        "columns.py": CODE.replace("100 * part / whole", "100 * part / abs(whole)") + "\n\nfrom more import X\n",
+        "more.py": "X = 7\n",
+        "tests/test_columns.py": TESTS.replace("== 33.3", "== 33.3\n    assert share(1, -2) == 50.0"),
+        "tests/test_more.py": "import columns\n\n\ndef test_x():\n    assert columns.X == 7\n",
+    }
+    new = small.write(source.parent / "new", new_files)
+    pair = {"name": "columns", "old": "1", "new": "2", "files": ["*.py"], "tests": ["tests/*.py"]}
+    admitted = build.pair_task(bubblewrap, pair, old, new)
+    task = admitted.instance
+    assert task is not None, admitted
+    assert (task.id, task.repo) == ("columns-2", "columns")
+    assert set(task.fail_to_pass) == {"tests/test_columns.py::test_share", "tests/test_more.py::test_x"}
+    assert len(task.pass_to_pass) == 3
+    changes = {s.path: (s.old is None, s.new is None) for s in patches.parse(task.gold)}
+    assert changes == {"columns.py": (False, False), "more.py": (True, False), "oddments.py": (False, True)}
+    assert set(task.hidden) == {"tests/test_columns.py", "tests/test_more.py"}
+    # Nothing but an import that fails decides nothing.
+    only = small.write(source.parent / "only", new_files | {"columns.py": CODE, "tests/test_columns.py": TESTS})
+    (only / "tests" / "test_more.py").write_text("from more import X\n\n\ndef test_x():\n    assert X == 7\n")
+    refused = build.pair_task(bubblewrap, pair, old, only)
+    assert (refused.instance, "no test fails in 1 and passes in 2" in refused.reason) == (None, True)
+
+
+def test_the_command_goes_on_where_it_was_ended(source, monkeypatch, tmp_path, capsys):
+    package = {**PACKAGE, "version": "1", "sha256": ""}
+    told = {"packages": [package], "pairs": []}
+    monkeypatch.setattr(build, "recipes", lambda: told)
+    monkeypatch.setattr(build, "sdist", lambda *_: source)
+    monkeypatch.setenv("METAGYM_STATE", str(tmp_path / "state"))
+    out = tmp_path / "out"
+
+    def made(count: int) -> list:
+        words = ["tasks", "build", f"--out={out}", "--workers=1", "--kind=all", f"--count={count}"]
+        assert cli.main(words) == 0
+        return list(datasets.load(out / "columns-mutation.jsonl"))
+
+    first = made(1)
+    assert len(first) == 1
+    assert (out / "sources" / "columns-1" / "columns.py").is_file()
+    looked_at = json.loads((out / ".columns-mutation.json").read_text())["looked_at"]
+    more = made(2)
+    assert (more[:1], len({t.id for t in more})) == (first, 2)
+    assert json.loads((out / ".columns-mutation.json").read_text())["looked_at"] > looked_at
+    assert made(2) == more
+    assert "2 tasks of" in capsys.readouterr().out
+
+
 def test_admission(bubblewrap, source):
     """CASES 31, 32: flaky tests are dropped, a fix that fixes nothing and tests that hang are refused."""
     base = build.base_of(PACKAGE, source)
@@ -283,12 +336,6 @@ def test_published_formats(tmp_path):
     whole = tmp_path / "rows.json"
     whole.write_text(json.dumps([BENCH]))
     assert datasets.load(whole) == good[:1]
-    harbor = tmp_path / "harbor" / "task-1"
-    (harbor / "tests").mkdir(parents=True)
-    for name in ("task.toml", "instruction.md", "tests/test.sh"):
-        (harbor / name).write_text("x")
-    with pytest.raises(InputError, match=r"task-1: tests/test\.sh judges the container"):
-        datasets.load(tmp_path / "harbor")
 
 
 def test_parquet(tmp_path, monkeypatch):

@@ -284,12 +284,140 @@ def test_an_episode_in_an_image(world, small, tmp_path):
     env.close()
 
 
+OUTPUTS = """\
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXPECTED = json.loads((Path(__file__).parent / "data" / "expected.json").read_text())
+
+
+@pytest.mark.parametrize("pair", EXPECTED)
+def test_sums(pair):
+    code = f"import calc; print(calc.add({pair[0]}, {pair[1]}))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert told.stdout.split() == [str(pair[2])]
+
+
+def test_the_answer():
+    assert Path("out.txt").read_text() == "42\\n"
+"""
+SOLVE = "#!/bin/bash\nset -e\nsed -i 's/a - b/a + b/' calc/core.py\ncat /solution/answer >out.txt\n"
+
+
+@pytest.fixture(scope="module")
+def harbor_image(world):
+    """The image with its Python on the path, as a Dockerfile would have it."""
+    factory, _ = world
+    sandbox = factory.start(NAME)
+    name = "metagym-test:harbor"
+    repository, tag = name.split(":")
+    changes = [f"ENV PATH=/{PREFIX}/bin:/usr/bin:/bin"]
+    factory.client.api.commit(sandbox.id, repository=repository, tag=tag, changes=changes)
+    sandbox.close()
+    yield name
+    factory.client.api.remove_image(name, force=True)
+
+
+def harbor_folder(root: Path, image: str, **files: str) -> Path:
+    """Task folders of Harbor on an image: one whose tests stay outside, one that copies them in."""
+    common = {
+        "task.toml": f'[environment]\ndocker_image = "{image}"\n[verifier]\ntimeout_sec = 30.0\n',
+        "environment/Dockerfile": "FROM scratch\nWORKDIR /testbed\n",
+        "instruction.md": "calc.add() gives wrong sums. Mend it, and write 42 to out.txt.",
+        "solution/solve.sh": SOLVE,
+        "solution/answer": "42\n",
+    }
+    outside = {
+        "tests/test.sh": "uvx -w pytest==8.4.1 pytest /tests/test_outputs.py -rA\n",
+        "tests/test_outputs.py": OUTPUTS,
+        "tests/data/expected.json": "[[1, 2, 3], [0, 5, 5]]",
+    }
+    inside = {
+        "tests/test.sh": "cp /tests/test_unit.py tests/test_unit.py\npython -m pytest tests/test_unit.py\n",
+        "tests/test_unit.py": UNIT,
+    }
+    for name, tests in {"outside": outside, "inside": inside}.items():
+        for path, text in (common | tests | files).items():
+            (root / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / name / path).write_text(text)
+    return root
+
+
+def test_task_folders_of_harbor(world, harbor_image, tmp_path):
+    """Their own solution is 1, nothing is 0, and the agent finds neither tests nor solution."""
+    factory, _ = world
+    tasks = {t.id: t for t in datasets.load(harbor_folder(tmp_path, harbor_image))}
+    for task in tasks.values():
+        admitted = admission.admit(factory, task, runs=1)
+        assert admitted.instance is not None, admitted
+        assert admitted.instance.fail_to_pass + admitted.instance.pass_to_pass == task.fail_to_pass
+        ready = images.ready(factory, task)
+        assert {s.path for s in patches.parse(ready.gold)} == {"calc/core.py", "out.txt"}
+        sandbox = open_sandbox(factory, task)
+        hunt = "find / -xdev \\( -name 'test_outputs*' -o -name 'test_unit*' -o -name 'solve*' -o -name answer \\)"
+        assert sandbox.exec(f"{hunt} 2>/dev/null", 60).output == ""
+        sandbox.close()
+    assert tasks["outside"].site != ""  # its tests bring pytest; the others use the image's
+    assert tasks["inside"].site == ""
+
+    env = gymnasium.make(
+        "metagym/SWE-v0", data=list(tasks.values()), sandbox=factory, split="test", disable_env_checker=True
+    )
+    env.reset(seed=0, options={"task": "outside"})
+    env.step("shell sed -i 's/a - b/a + b/' calc/core.py")
+    *_, reward, _, _, info = env.step("submit")
+    assert (reward, info["verdict"].outcome) == (0.0, "failed")
+    assert "1 required tests did not pass, /tests/test_outputs.py::test_the_answer" in info["verdict"].reason
+    env.reset(seed=0, options={"task": "outside"})
+    env.step("shell sed -i 's/a - b/a + b/' calc/core.py; echo 42 >out.txt")
+    assert env.step("submit")[1] == 1.0
+    # Harbor's own way would give these two a 1: what was changed outside the repository, and a way out.
+    env.reset(seed=0, options={"task": "outside"})
+    env.step("shell mkdir -p /tests /logs/verifier; echo 1 >/logs/verifier/reward.txt; echo >/tests/conftest.py")
+    assert env.step("submit")[1] == 0.0
+    env.reset(seed=0, options={"task": "inside"})
+    env.step("shell printf 'import os\\nos._exit(0)\\n' >>calc/core.py")
+    *_, reward, _, _, info = env.step("submit")
+    assert (reward, info["verdict"].outcome) == (0.0, "hacked")
+    env.close()
+
+
+def test_a_task_folder_whose_solution_does_not_fit(world, harbor_image, tmp_path):
+    factory, _ = world
+    for solve, why in {"exit 3": "does not run its solution", "touch /tmp/x": "changes nothing in"}.items():
+        files = {"solution/solve.sh": f"{solve}\n"}
+        folder = harbor_folder(tmp_path / str(len(why)), harbor_image, **files)
+        task = next(t for t in datasets.load(folder) if t.id == "inside")
+        with pytest.raises(InputError, match=why):
+            images.ready(factory, task)
+
+
+def test_every_test_of_a_whole_task_must_pass(world, harbor_image, tmp_path):
+    """One that its source does not name, because it is made when the module is imported, too."""
+    factory, _ = world
+    more = UNIT + "\n\nfor n in (1, 2):\n    globals()[f'test_{n}'] = lambda n=n: add(n, n) == 2 or 1 / 0\n"
+    folder = harbor_folder(tmp_path, harbor_image, **{"tests/test_unit.py": more})
+    task = next(t for t in datasets.load(folder) if t.id == "inside")
+    gold = images.ready(factory, task).gold
+    verdict = SandboxGrader(factory, lambda id: task).grade_instance(task, gold)
+    assert (verdict.outcome, verdict.reason) == ("failed", "the tests ended with exit code 1.")
+
+
 def test_an_image_is_made_ready_once(world, small, tmp_path):
     factory, fixed = world
     task = loaded(rows(small, fixed)["SWE-bench"], tmp_path)
     one = images.ready(factory, task)
     pool = WarmPool(factory, size=1)
-    assert images.ready(pool, task) is one is images.ready(factory, one)
+    assert images.ready(pool, task) == one
+    assert images.ready(factory, one) is one
+    # Another choice of its tests, as admission makes one, has the same image and keeps its choice.
+    fewer = images.dataclasses.replace(task, pass_to_pass=())
+    again = images.ready(factory, fewer)
+    assert (again.image, again.pass_to_pass) == (one.image, ())
     assert (one.image != NAME, one.change, one.id) == (True, b"", task.id)
     gone = images.dataclasses.replace(task, id="gone", image="nothing:here")
     for _ in range(2):  # a failure is not remembered
@@ -315,6 +443,18 @@ def _unittest(log: str, instance: Instance) -> dict[str, str]:
     return {test: words[word] for test, word in found}
 
 
+EVAL = """\
+#!/bin/bash
+set -uxo pipefail
+export LANG=C.UTF-8
+cd /testbed
+: '>>>>> Start Test Output'
+python -m unittest -v tests.test_unit
+: '>>>>> End Test Output'
+git checkout abc tests
+"""
+
+
 def _logged(small, tmp_path, **change) -> Instance:
     row = {
         "instance_id": "o__calc-2",
@@ -324,11 +464,7 @@ def _logged(small, tmp_path, **change) -> Instance:
         "PASS_TO_PASS": [_id("test_type")],
         "image": NAME,
         "log_parser": "parse_log_django",
-        "eval_script": (
-            "#!/bin/bash\nset -uxo pipefail\nexport LANG=C.UTF-8\ncd /testbed\n"
-            ": '>>>>> Start Test Output'\npython -m unittest -v tests.test_unit\n: '>>>>> End Test Output'\n"
-            "git checkout abc tests\n"
-        ),
+        "eval_script": EVAL,
         **change,
     }
     return loaded(row, tmp_path)
@@ -365,7 +501,7 @@ def test_a_log_is_believed_only_so_far(world, small, tmp_path, monkeypatch, name
     """Tests that are no node ids: the exit code, their number and their twins must agree with the log."""
     factory, _ = world
     monkeypatch.setattr(logs, "parser", lambda name: _unittest)
-    task = _logged(small, tmp_path)
+    task = _logged(small, tmp_path, eval_script=EVAL.replace("\n", "\r\n"))  # CASES 40
     assert task.command == "export LANG=C.UTF-8\npython -m unittest -v tests.test_unit"
     code, outcome, reason = LOGGED[name]
     patch = b""

@@ -84,6 +84,24 @@ def test_a_deadline(start):
     assert sandbox.exec("echo ok", 10).output == "ok\n"
 
 
+def test_a_slow_engine_is_not_the_commands_fault(start):
+    """A deadline counts from when the command begins, however late it gets there."""
+    sandbox = start()
+    channel = sandbox._shell._channel
+    send = channel.send
+
+    def late(data):
+        if b"\\0B" in bytes(data[:200]):  # what is to begin
+            time.sleep(1.0)
+        return send(data)
+
+    channel.send = late
+    before = time.monotonic()
+    result = sandbox.exec("echo done", 0.8)
+    assert (result.output, result.timed_out) == ("done\n", False)
+    assert time.monotonic() - before >= 1.0
+
+
 def test_output_without_end(start):
     """`yes` for a second costs no memory."""
     sandbox = start()
