@@ -20,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -226,9 +227,10 @@ def mutation_tasks(
     seed: int = 0,
     workers: int = 2,
     skip: int = 0,
-) -> Iterator[tuple[int, list[Instance]]]:
+) -> Iterator[tuple[int, list[Instance], Counter[str]]]:
     """Admitted tasks of one package, at most `wanted`, in an order that the seed determines: how many mutants
-    were looked at, and the new tasks. `skip` leaves out the first mutants, which were looked at before."""
+    were looked at, the new tasks, and why other mutants became none. `skip` leaves out the first mutants,
+    which were looked at before."""
     about = examined(factory, package, source)
     paths = {str(p.relative_to(source)) for pattern in package["files"] for p in source.glob(pattern)}
     candidates = []
@@ -247,11 +249,11 @@ def mutation_tasks(
             if made >= wanted:
                 break
             now = batches[start : start + workers]
-            found = [t for each in pool.map(lambda b: _batch(factory, about, b), now) for t in each]
-            found = found[: wanted - made]
+            told = list(pool.map(lambda b: _batch(factory, about, b), now))
+            found = [t for tasks, _ in told for t in tasks][: wanted - made]
             made += len(found)
             skip += sum(map(len, now))
-            yield skip, found
+            yield skip, found, sum((dropped for _, dropped in told), Counter[str]())
 
 
 Candidate = tuple[str, mutation.Mutant, tuple[str, ...]]
@@ -271,25 +273,24 @@ def spread(candidates: list[Candidate]) -> list[Candidate]:
     return found
 
 
-def _batch(factory: SandboxFactory, about: Package, batch: Sequence[Candidate]) -> list[Instance]:
-    """The admitted tasks of a batch of mutants."""
-    found = []
+def _batch(
+    factory: SandboxFactory, about: Package, batch: Sequence[Candidate]
+) -> tuple[list[Instance], Counter[str]]:
+    """The admitted tasks of a batch of mutants, and why the others are none."""
+    found, dropped = [], Counter[str]()
     most = max(1, len(about.good) // 2)  # what breaks more is no bug that anybody would ship
     try:
         mutants = [(path, m.source, tests) for path, m, tests in batch]
         screened = screen(factory, about.base, [f"--maxfail={most + 1}"], mutants, about.seconds)
     except SandboxError as error:
         _log.warning("%s: a batch of mutants is left out: %s", about.base.repo, error)
-        return []
+        return [], Counter({"the sandbox failed": len(batch)})
     for (path, mutant, tests), told in zip(batch, screened, strict=True):
-        if told is None:
-            continue  # it hangs or crashes the interpreter
+        if why := _unfit(told, tests, most):
+            dropped[why] += 1
+            continue
         before = told["outcomes"]
         fails = [t for t in tests if before.get(t) in ("failed", "error")]
-        if not fails or len(fails) > most or any(t not in before for t in tests):
-            continue
-        if {told["errors"].get(t, "") for t in fails} <= set(datasets.Selection().skip_kinds):
-            continue
         draft = mutant_instance(about, path, mutant, fails, told["messages"])
         try:
             why = admission.confirm(factory, draft, before)
@@ -297,9 +298,24 @@ def _batch(factory: SandboxFactory, about: Package, batch: Sequence[Candidate]) 
             why = str(error)
         if why:
             _log.warning("%s is left out: %s", draft.id, why)
+            dropped["not admitted"] += 1
         else:
             found.append(draft)
-    return found
+    return found, dropped
+
+
+def _unfit(told: Mapping[str, Any] | None, tests: Sequence[str], most: int) -> str:
+    """Why a mutant is no bug to mend, by what its tests did; "" if it is one."""
+    if told is None:
+        return "hangs or crashes"
+    before = told["outcomes"]
+    fails = [t for t in tests if before.get(t) in ("failed", "error")]
+    if len(fails) > most or any(t not in before for t in tests):
+        return "breaks most tests"
+    if not fails:
+        return "unnoticed"
+    errors = {told["errors"].get(t, "") for t in fails}
+    return "fails by import or attribute alone" if errors <= set(datasets.Selection().skip_kinds) else ""
 
 
 def mutant_instance(
@@ -453,6 +469,7 @@ def _build_mutation(
         done = json.loads(place.read_text()) if place.is_file() and file.is_file() else {}
         goes_on = about.items() <= done.items()
         made, skip = (list(datasets.read(file)[0]), done["looked_at"]) if goes_on else ([], 0)
+        dropped = Counter[str](done.get("dropped", {}) if goes_on else {})
         try:
             source = _placed(package["name"], package["version"], package["sha256"], out)
             if len(made) < share:
@@ -465,17 +482,19 @@ def _build_mutation(
                     workers=options.workers,
                     skip=skip,
                 )
-                for looked_at, new in rounds:
+                for looked_at, new, others in rounds:
                     skip = looked_at
                     made += new
+                    dropped += others
                     datasets.save(made, file)
-                    place.write_text(json.dumps({**about, "looked_at": skip}))
+                    place.write_text(json.dumps({**about, "looked_at": skip, "dropped": dropped}))
         except (InputError, SandboxError) as error:
             print(f"{package['name']}: {error}", file=sys.stderr)
         datasets.save(made, file)
         missing -= len(made)
         seconds = time.monotonic() - started
-        print(f"{file}: {len(made)} tasks of {skip} mutants, {seconds:.0f} s", flush=True)
+        why = "".join(f", {n} {why}" for why, n in dropped.most_common())
+        print(f"{file}: {len(made)} tasks of {skip} mutants{why}; {seconds:.0f} s", flush=True)
 
 
 def _build_pairs(factory: SandboxFactory, pairs: Sequence[Mapping[str, Any]], out: Path) -> None:

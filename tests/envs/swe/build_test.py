@@ -138,10 +138,12 @@ def test_what_is_left_alone():
 def test_tasks_by_mutation(bubblewrap, source):
     """Real ones: the bug is in the agent's repository, its tests are not, and the fix is a small patch."""
     rounds = list(build.mutation_tasks(bubblewrap, PACKAGE, source, wanted=2, workers=1))
-    made = [task for _, new in rounds for task in new]
+    made = [task for _, new, _ in rounds for task in new]
     assert len(made) == 2
+    dropped = sum((each for *_, each in rounds), build.Counter())
+    assert set(dropped) <= {"unnoticed", "hangs or crashes", "breaks most tests"}
     # Going on after the first mutants finds others.
-    (_, others), *_ = build.mutation_tasks(
+    (_, others, _), *_ = build.mutation_tasks(
         bubblewrap, PACKAGE, source, wanted=1, workers=1, skip=rounds[-1][0]
     )
     assert not {t.id for t in others} & {t.id for t in made}
@@ -213,6 +215,23 @@ def test_the_command_goes_on_where_it_was_ended(source, monkeypatch, tmp_path, c
     assert json.loads((out / ".columns-mutation.json").read_text())["looked_at"] > looked_at
     assert made(2) == more
     assert "2 tasks of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (None, "hangs or crashes"),
+        ({"a": "passed", "b": "passed", "c": "passed"}, "unnoticed"),
+        ({"a": "failed", "b": "error", "c": "passed"}, "breaks most tests"),
+        ({"a": "failed"}, "breaks most tests"),  # it ended before all had run
+        ({"a": "failed", "b": "passed", "c": "passed"}, ""),
+        ({"a": "passed", "b": "failed", "c": "passed"}, "fails by import or attribute alone"),
+    ],
+)
+def test_mutants_that_are_no_tasks(told, why):
+    errors = {"a": "AssertionError", "b": "AttributeError"}
+    said = None if told is None else {"outcomes": told, "errors": errors}
+    assert build._unfit(said, ("a", "b", "c"), 1) == why
 
 
 def test_admission(bubblewrap, source):
