@@ -1,7 +1,7 @@
 """How fast sandboxes are: start, command, snapshot, memory. Prints medians and the 99th percentile.
 
 python benchmarks/sandboxes.py              bubblewrap
-python benchmarks/sandboxes.py IMAGE        and Docker with that image and this machine's /usr, at $DOCKER_HOST
+python benchmarks/sandboxes.py IMAGE        and Docker, with that image and /usr from here, at $DOCKER_HOST
 """
 
 import os
@@ -50,7 +50,12 @@ def resident_kb() -> int:
 
 
 def measure(
-    name: str, factory: SandboxFactory, image: str, mounts: Sequence[Mount], again: Sequence[Mount], times: int
+    name: str,
+    factory: SandboxFactory,
+    image: str,
+    mounts: Sequence[Mount],
+    again: Sequence[Mount],
+    times: int,
 ) -> None:
     """`again` are the mounts that a snapshot is started with."""
     made: list[Sandbox] = []

@@ -101,7 +101,7 @@ def issue_text(messages: Mapping[str, str], tests: Sequence[str]) -> str:
     """An issue from what fails: names and messages, never where."""
     lines = []
     for test in tests[:5]:
-        name = test.rpartition("::")[2]
+        name = test.partition("::")[2].replace("::", ".")
         message = messages.get(test, "").strip().splitlines()[:4]
         lines.append(f"- {name}" + (f": {' '.join(message)[:240]}" if message else ""))
     more = f"\n- and {len(tests) - 5} more" if len(tests) > 5 else ""

@@ -32,7 +32,9 @@ _SETS_UP = re.compile(
 _RUNS = re.compile(r"(^|[\s/])pytest(\s|$)")
 _INSTALLS = re.compile(r"(?:(?:\S*python3? -m |uv )?pip3? install|uv add) (.*)")
 _TEST_DIR = re.compile(r"\$\{?TEST_DIR(:-/tests)?\}?")
-_QUIET = re.compile(r"-[rvqsx]\w*|--(tb|color|ctrf|durations|maxfail|verbosity)=.*|--(verbose|quiet|exitfirst)")
+_QUIET = re.compile(
+    r"-[rvqsx]\w*|--(tb|color|ctrf|durations|maxfail|verbosity)=.*|--(verbose|quiet|exitfirst)"
+)
 _SEVERAL = {"--ctrf", "--tb", "--color", "-p", "--python", "-w", "--with"}  # a word of theirs follows
 _PLAIN = {"FROM", "WORKDIR", "ENV", "LABEL", "CMD", "ENTRYPOINT", "USER", "EXPOSE", "SHELL", "ARG"}
 
@@ -171,7 +173,7 @@ def read(
 
 
 def _bare(line: str) -> str:
-    """A line without what does not matter: a comment, where its output goes, whether an installation fails."""
+    """A line without what does not matter: a comment, where its output goes, whether installing fails."""
     line = line.strip()
     if line.startswith("#"):
         return ""
@@ -188,7 +190,10 @@ def _words(line: str) -> list[str]:
 
 def _pytest(words: Sequence[str], line: str) -> tuple[list[str], bool]:
     """(paths, whether as `python -m`) of a command that runs pytest."""
-    at = [posixpath.basename(w) for w in words].index("pytest")
+    names = [posixpath.basename(w) for w in words]
+    at = next((i for i, n in enumerate(names) if n == "pytest" and words[i - 1] not in ("-w", "--with")), -1)
+    if at < 0:
+        raise Refused(f"tests/test.sh does more than run pytest: {line[:80]!r}")
     before, after = [w for w in words[:at] if w not in ("if", "!")], list(words[at + 1 :])
     if after[-1:] == ["then"]:
         after.pop()

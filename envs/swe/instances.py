@@ -75,7 +75,9 @@ class Instance:
     command: str = ""  # runs tests that are no pytest node ids
     log_parser: str = ""  # of swebench: reads what `command` prints
     whole: bool = False  # every test of the files must pass, not those alone that are named
-    solution: Mapping[str, bytes] = field(default_factory=dict)  # files for /solution; its `solve.sh` is the fix
+    solution: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # files for /solution; its `solve.sh` is the fix
     timeout_s: float = 300.0  # of one run of the tests
     created: str = ""  # ISO date; "": not known
     about: Mapping[str, str] = field(default_factory=dict)  # where it comes from

@@ -10,7 +10,7 @@ import pytest
 from metagym import cli
 from metagym.envs.swe import admission, build, datasets, mutation, patches, toy
 from metagym.envs.swe.grading import SandboxGrader
-from metagym.errors import InputError, MissingExtraError
+from metagym.errors import MissingExtraError
 
 CODE = '''\
 """Text in columns."""
@@ -170,7 +170,8 @@ def test_a_task_of_two_releases(bubblewrap, source, small):
     old = source
     (old / "oddments.py").write_text("OLD = 1\n")
     new_files = {
-        "columns.py": CODE.replace("100 * part / whole", "100 * part / abs(whole)") + "\n\nfrom more import X\n",
+        "columns.py": CODE.replace("100 * part / whole", "100 * part / abs(whole)")
+        + "\n\nfrom more import X\n",
         "more.py": "X = 7\n",
         "tests/test_columns.py": TESTS.replace("== 33.3", "== 33.3\n    assert share(1, -2) == 50.0"),
         "tests/test_more.py": "import columns\n\n\ndef test_x():\n    assert columns.X == 7\n",
@@ -187,7 +188,9 @@ def test_a_task_of_two_releases(bubblewrap, source, small):
     assert changes == {"columns.py": (False, False), "more.py": (True, False), "oddments.py": (False, True)}
     assert set(task.hidden) == {"tests/test_columns.py", "tests/test_more.py"}
     # Nothing but an import that fails decides nothing.
-    only = small.write(source.parent / "only", new_files | {"columns.py": CODE, "tests/test_columns.py": TESTS})
+    only = small.write(
+        source.parent / "only", new_files | {"columns.py": CODE, "tests/test_columns.py": TESTS}
+    )
     (only / "tests" / "test_more.py").write_text("from more import X\n\n\ndef test_x():\n    assert X == 7\n")
     refused = build.pair_task(bubblewrap, pair, old, only)
     assert (refused.instance, "no test fails in 1 and passes in 2" in refused.reason) == (None, True)
@@ -215,6 +218,14 @@ def test_the_command_goes_on_where_it_was_ended(source, monkeypatch, tmp_path, c
     assert json.loads((out / ".columns-mutation.json").read_text())["looked_at"] > looked_at
     assert made(2) == more
     assert "2 tasks of" in capsys.readouterr().out
+
+
+def test_an_issue_says_what_is_seen():
+    tests = [f"tests/test_a.py::TestX::test_{n}" for n in range(7)]
+    text = build.issue_text({tests[0]: "ValueError: bad\n  more\n"}, tests)
+    assert text.splitlines()[1:3] == ["- TestX.test_0: ValueError: bad   more", "- TestX.test_1"]
+    assert text.endswith("\n- and 2 more")
+    assert "tests/test_a.py" not in text
 
 
 @pytest.mark.parametrize(

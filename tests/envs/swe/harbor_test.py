@@ -1,4 +1,4 @@
-"""Task folders of Harbor: which are read, and why others are refused. `images_test.py` plays and grades them."""
+"""Task folders of Harbor: which are read, why others are refused. `images_test.py` plays and grades them."""
 
 import json
 from pathlib import Path
@@ -73,8 +73,14 @@ def test_scripts_that_run_pytest(script, found):
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("python3 /tests/grade.py > /logs/verifier/reward.txt\n", "more than run pytest: 'python3 /tests/grade"),
-        (PLAIN + "R=$(python3 -c 'print(0.5)')\necho $R > /logs/verifier/reward.txt\n", "more than run pytest"),
+        (
+            "python3 /tests/grade.py > /logs/verifier/reward.txt\n",
+            "more than run pytest: 'python3 /tests/grade",
+        ),
+        (
+            PLAIN + "R=$(python3 -c 'print(0.5)')\necho $R > /logs/verifier/reward.txt\n",
+            "more than run pytest",
+        ),
         ("cargo build --release\n" + PLAIN, "more than run pytest: 'cargo build"),
         (PLAIN + PLAIN, "run pytest once"),
         ("echo 1 > /logs/verifier/reward.txt\n", "run pytest once"),

@@ -358,8 +358,8 @@ def test_task_folders_of_harbor(world, harbor_image, tmp_path):
         ready = images.ready(factory, task)
         assert {s.path for s in patches.parse(ready.gold)} == {"calc/core.py", "out.txt"}
         sandbox = open_sandbox(factory, task)
-        hunt = "find / -xdev \\( -name 'test_outputs*' -o -name 'test_unit*' -o -name 'solve*' -o -name answer \\)"
-        assert sandbox.exec(f"{hunt} 2>/dev/null", 60).output == ""
+        names = "-name 'test_outputs*' -o -name 'test_unit*' -o -name 'solve*' -o -name answer"
+        assert sandbox.exec(f"find / -xdev \\( {names} \\) 2>/dev/null", 60).output == ""
         sandbox.close()
     assert tasks["outside"].site != ""  # its tests bring pytest; the others use the image's
     assert tasks["inside"].site == ""
@@ -377,7 +377,9 @@ def test_task_folders_of_harbor(world, harbor_image, tmp_path):
     assert env.step("submit")[1] == 1.0
     # Harbor's own way would give these two a 1: what was changed outside the repository, and a way out.
     env.reset(seed=0, options={"task": "outside"})
-    env.step("shell mkdir -p /tests /logs/verifier; echo 1 >/logs/verifier/reward.txt; echo >/tests/conftest.py")
+    env.step(
+        "shell mkdir -p /tests /logs/verifier; echo 1 >/logs/verifier/reward.txt; echo >/tests/conftest.py"
+    )
     assert env.step("submit")[1] == 0.0
     env.reset(seed=0, options={"task": "inside"})
     env.step("shell printf 'import os\\nos._exit(0)\\n' >>calc/core.py")
