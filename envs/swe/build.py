@@ -137,8 +137,10 @@ def screen(
     arguments: Sequence[str],
     mutants: Sequence[tuple[str, str, Sequence[str]]] | None,
     seconds: float,
+    cpu_s: float = 0.0,
 ) -> Any:
-    """The outcomes of tests for each mutant, (path, content, node ids); None where they did not end. Without
+    """The outcomes of tests for each mutant, (path, content, node ids); None where they did not end: after
+    20 times the `seconds` of a run of all, or 3 times its `cpu_s`, which other work doesn't lengthen. Without
     mutants, which functions each test calls. See `inside/screen.py`."""
     sandbox = open_sandbox(factory, base, LIMITS)
     try:
@@ -148,7 +150,7 @@ def screen(
             "args": [*always, *base.arguments, *arguments],
             "mutants": mutants,
             "timeout_s": 20 * seconds + 10,
-            "cpu_s": 3 * seconds + 2,
+            "cpu_s": 3 * cpu_s + 2,
             "report": report,
         }
         sandbox.exec(
@@ -175,6 +177,7 @@ class Package:
     calls: Mapping[str, frozenset[str]]  # "path:first line" of a function -> the tests that call it
     always: frozenset[str]  # functions that are called before any test
     seconds: float  # of a run of all tests
+    cpu_s: float  # the same
 
     def tests_of(self, path: str, line: int, tree: ast.AST) -> tuple[str, ...]:
         """The tests that can notice a change of a line."""
@@ -215,7 +218,8 @@ def examined(factory: SandboxFactory, package: Mapping[str, Any], source: Path) 
         for index in indices:
             calls.setdefault(keys[index], set()).add(test)
     always = frozenset(key for key, by in calls.items() if "" in by)
-    return Package(base, source, good, {k: frozenset(v) for k, v in calls.items()}, always, seconds)
+    by_function = {k: frozenset(v) for k, v in calls.items()}
+    return Package(base, source, good, by_function, always, seconds, traced["cpu_s"])
 
 
 def mutation_tasks(
@@ -281,7 +285,8 @@ def _batch(
     most = max(1, len(about.good) // 2)  # what breaks more is no bug that anybody would ship
     try:
         mutants = [(path, m.source, tests) for path, m, tests in batch]
-        screened = screen(factory, about.base, [f"--maxfail={most + 1}"], mutants, about.seconds)
+        limit = [f"--maxfail={most + 1}"]
+        screened = screen(factory, about.base, limit, mutants, about.seconds, about.cpu_s)
     except SandboxError as error:
         _log.warning("%s: a batch of mutants is left out: %s", about.base.repo, error)
         return [], Counter({"the sandbox failed": len(batch)})

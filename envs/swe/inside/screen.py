@@ -4,7 +4,8 @@ Standard input is JSON: `args` for pytest, `mutants` (a list of [path, content, 
 `cpu_s` of each, and `report`, the path to write to.
 The report is a list in the same order: what the tests did, or null where they did not end. Without `mutants`
 the tests run once as they are, and the report says which functions each of them called: `functions` (a list
-of [path, first line]) and `tests` (node id to indices; "" stands for what ran before any test).
+of [path, first line]) and `tests` (node id to indices; "" stands for what ran before any test), and `cpu_s`,
+what a run takes that is not watched.
 """
 
 import json
@@ -77,7 +78,7 @@ def one(spec, path, content, tests):
 
 
 def forked(part, function, *args):
-    """What the function returns in a fork; None if that does not end by itself."""
+    """(what the function returns in a fork, None if that does not end by itself; its CPU seconds)."""
     if os.path.exists(part):
         os.unlink(part)
     child = os.fork()
@@ -88,12 +89,13 @@ def forked(part, function, *args):
                 json.dump(told, file)
         finally:
             os._exit(0)
-    os.waitpid(child, 0)
+    used = os.wait4(child, 0)[2]
+    cpu = used.ru_utime + used.ru_stime
     try:
         with open(part) as file:
-            return json.load(file)
+            return json.load(file), cpu
     except (OSError, ValueError):
-        return None
+        return None, cpu
 
 
 def main():
@@ -103,13 +105,16 @@ def main():
 
     part = spec["report"] + ".part"
     if spec["mutants"] is None:
-        found = forked(part, trace, spec)
+        cpu = forked(part, run, spec["args"], Recorder(None))[1]
+        found = forked(part, trace, spec)[0]
+        if found is not None:
+            found["cpu_s"] = cpu
     else:
         found = []
         for path, content, tests in spec["mutants"]:
             with open(path, newline="") as file:
                 before = file.read()
-            found.append(forked(part, one, spec, path, content, tests))
+            found.append(forked(part, one, spec, path, content, tests)[0])
             with open(path, "w", newline="") as file:
                 file.write(before)
     with open(spec["report"], "w") as file:
