@@ -35,8 +35,7 @@ def rows(
     for i, trace in enumerate(session.traces):
         row: dict[str, Any] = {"session": name, "task": task, "branch": i}
         row |= {"kind": trace.kind, "reward": reward}
-        for name in _ARRAYS:
-            row[name] = getattr(trace, name).tolist()
+        row |= {array: getattr(trace, array).tolist() for array in _ARRAYS}
         row["logprobs"] = [
             p if said else None for p, said in zip(row["logprobs"], row["sampled"], strict=True)
         ]

@@ -32,8 +32,11 @@ def session(model_dir):
 
 def test_rows_come_back_bit_by_bit(session, tmp_path):
     path = tmp_path / "rows.jsonl"
-    export.write_rows(path, export.rows(session, reward=0.25))
+    export.write_rows(path, export.rows(session, reward=0.25, name="s", task="t"))
     rows = export.read_rows(path)
+    assert [(r["session"], r["task"], r["branch"]) for r in rows] == [("s", "t", 0), ("s", "t", 1)]
+    ((played,),) = (g.trajectories for g in export.groups_of_rows(rows))
+    assert (played.task.id, played.reward, len(played.traces)) == ("t", 0.25, 2)
     assert [r["reward"] for r in rows] == [0.25, 0.25]
     assert [r["kind"] for r in rows] == ["main", "side"]
     for back, trace in zip(export.traces_of_rows(rows), session.traces, strict=True):
