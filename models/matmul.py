@@ -26,7 +26,10 @@ def outer(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
         return dot(x, y, (0, 0), dtype)
 
     def transposed(x: jax.Array, y: jax.Array) -> jax.Array:
-        x = with_layout_constraint(x.astype(dtype).T, Layout((0, 1)))
+        # Both branches are the same. Without the condition what makes x is fused into the transpose, and
+        # computed in its order, which jumps through memory.
+        x = lax.cond(jnp.isfinite(y[0, 0]), jnp.transpose, jnp.transpose, x.astype(dtype))
+        x = with_layout_constraint(x, Layout((0, 1)))
         return dot(x, y, (1, 0), dtype)
 
     if dtype == jnp.float32 or jax.sharding.get_abstract_mesh().size > 1:
