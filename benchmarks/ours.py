@@ -31,7 +31,8 @@ from metagym.types import Group, Message, Sampling, StopReason, Task, Trajectory
 
 PROMPT = "Write a short story about a dragon who is afraid of the dark."
 NEW = 64  # tokens of a completion
-MICRO = 2  # rows of a micro-batch: what fits into 4 GB together with AdamW's moments
+MICRO = 2  # rows of a micro-batch; with it and KEPT, AdamW's moments included, a step fits into 4 GB
+KEPT = 400_000_000  # bytes kept of a forward pass
 Repeat = Callable[[], None]
 
 
@@ -42,14 +43,14 @@ def trainer(directory: str, dtype: str) -> tuple[Any, Any, train_step.TrainStep]
     graphdef, params = nnx.split(model)
     optimizer = train_step.make_optimizer(1e-6)
     state = train_step.init_state(params, optimizer, jax.random.key(0), mesh)
-    policy = make_policy(graphdef, compute_dtype=jnp.dtype(dtype), chunk=256, mesh=mesh)
+    policy = make_policy(graphdef, compute_dtype=jnp.dtype(dtype), chunk=512, memory=KEPT, mesh=mesh)
     shardings = train_step.state_shardings(state)
     return model, state, train_step.make_train_step(policy, grpo(), optimizer, mesh, shardings)
 
 
 def train(directory: str, dtype: str, batch: int, length: int) -> Repeat:
     """One update with `batch` rows of `length` tokens that all count."""
-    _, state, step = trainer(directory, dtype)
+    state, step = trainer(directory, dtype)[1:]  # and the model's weights are gone
     rng = np.random.default_rng(0)
 
     def micro(rows: int) -> Any:
@@ -82,7 +83,7 @@ def grpo_step(directory: str, dtype: str, batch: int, _: int) -> Repeat:
     model, state, step = trainer(directory, dtype)
     renderer = Renderer.from_dir(directory, chat_template="plain")
     renderer.stop_token_ids = (49151,)  # an id that is never sampled: 64 tokens each, as the peers do it
-    backend = EmbeddedBackend(model, slots=batch, context=128)
+    backend = EmbeddedBackend(model, slots=batch, context=128, dtype=jnp.dtype(dtype))
     task, executor, algorithm = Task("bench", "bench", "train"), ThreadExecutor(batch), grpo()
     length = batch // MICRO * (len(renderer.encode_text(PROMPT)) + NEW - 1)
     rounds = iter(range(1, 10**6))

@@ -58,12 +58,13 @@ CASES = (
     *(
         Case(
             "grpo",
-            f"GRPO step, 8 completions of 64 tokens, float32, {label}",
-            ("grpo", "float32", "{repeats}", "8", "64"),
+            f"GRPO step, 8 completions of 64 tokens, {dtype}, {label}",
+            ("grpo", dtype, "{repeats}", "8", "64"),
             peer,
             f"{peer}_grpo.py",
-            ("{repeats}", PROMPT, "{scratch}"),
+            ("{repeats}", PROMPT, "{scratch}", dtype),
         )
+        for dtype in ("float32", "bfloat16")
         for peer, label in (("trl", "TRL"), ("tunix", "Tunix"))
     ),
     *_torch("train", 8, 512, "train step 8 x 512"),

@@ -24,6 +24,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 model_dir, steps, prompt, workdir = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+precision = sys.argv[5] if len(sys.argv) > 5 else "float32"  # of weights, moments and products: Tunix has one for all
 config = json.loads(Path(f"{model_dir}/config.json").read_text())
 mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -53,7 +54,7 @@ shape = llama.ModelConfig(
     weight_tying=config["tie_word_embeddings"],
 )
 with mesh:
-    model = params.create_model_from_safe_tensors(model_dir, shape, mesh, dtype=jnp.float32)
+    model = params.create_model_from_safe_tensors(model_dir, shape, mesh, dtype=jnp.dtype(precision))
     cluster = rl.RLCluster(
         actor=model,
         reference=None,
