@@ -16,7 +16,7 @@ from jax import lax
 
 from metagym.models.attention import MASKED, dot_batched
 from metagym.models.decoder import Cache, Decoder, rms_norm, rotary
-from metagym.models.matmul import dot
+from metagym.models.matmul import few_rows, from_bits, to_bits
 
 Sample = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -33,21 +33,20 @@ class Limits(NamedTuple):
 class Split(NamedTuple):
     """The weights once more, as `decode` reads them fastest."""
 
-    layers: Sequence[Mapping[str, jax.Array]]
+    layers: Sequence[Mapping[str, jax.Array]]  # matrices [N, M] for M inputs, but for those of experts
     head: jax.Array  # [V, D]
 
 
 def split(model: Decoder, dtype: Any) -> Split:
     """Each layer as arrays of its own, and the head in the type of its products."""
-    stacked, N = model._stacked(), model.config.num_hidden_layers
-    layers = [{name: x[i] for name, x in stacked.items()} for i in range(N)]
+    c, stacked = model.config, model._stacked()
+    inputs = {"qkv": c.hidden_size, "out": c.num_attention_heads * c.head_dim}
+    if not c.num_experts:
+        inputs |= {"gate_up": c.hidden_size, "down": c.intermediate_size}
+    for name, size in inputs.items():
+        stacked[name] = stacked[name].reshape(c.num_hidden_layers, size, -1).swapaxes(1, 2)
+    layers = [{name: x[i] for name, x in stacked.items()} for i in range(c.num_hidden_layers)]
     return Split(layers, model._head().astype(dtype))
-
-
-def few_logits(x: jax.Array, head: jax.Array, dtype: Any) -> jax.Array:
-    """Logits f32 `[S, V]` of a few rows x `[S, D]`, from head `[V, D]`. As `head @ x.T`: the other way round
-    XLA on a CPU rearranges the whole head in memory each time."""
-    return lax.optimization_barrier(dot(head, x, (1, 1), jnp.dtype(dtype))).T
 
 
 def decode(
@@ -81,11 +80,13 @@ def decode(
         x = jnp.moveaxis(pages[page_table].reshape(S, T, K, c.head_dim), 2, 1)
         return jnp.pad(x, ((0, 0), (0, 0), (0, most), (0, 0)))
 
+    before = jax.tree.map(to_bits, cache)
+
     # Keys [S K, h, T + M] and values [S K, T + M, h], as their products with a query read them in order.
     context = [
         (
-            gather(cache.k[n]).swapaxes(2, 3).reshape(S * K, c.head_dim, T + most),
-            gather(cache.v[n]).reshape(S * K, T + most, c.head_dim),
+            gather(before.k[n]).swapaxes(2, 3).reshape(S * K, c.head_dim, T + most),
+            gather(before.v[n]).reshape(S * K, T + most, c.head_dim),
         )
         for n in range(len(layers))
     ]
@@ -106,17 +107,18 @@ def decode(
         visible = old | ((column >= T) & (column <= T + i))
         x, grown, chosen = model._embed(token[:, None]), [], []
         for w, (keys, values) in zip(layers, context, strict=True):
-            q, k, v = model._project(w, x, cos, sin, compute_dtype)
-            k, v = (new.reshape(S * K, -1).astype(keys.dtype) for new in (k, v))
+            q, k, v = model._project(w, x, cos, sin, compute_dtype, few_rows)
+            k, v = (to_bits(new.reshape(S * K, -1).astype(cache.k.dtype)) for new in (k, v))
             k = lax.dynamic_update_slice(keys, k[:, :, None], (0, 0, T + i))
             v = lax.dynamic_update_slice(values, v[:, None], (0, T + i, 0))
             grown.append((k, v))
-            x, experts = model._finish(w, x, _attention(q, k, v, visible, compute_dtype), compute_dtype)
+            attended = _attention(q, from_bits(k), from_bits(v), visible, compute_dtype)
+            x, experts = model._finish(w, x, attended, compute_dtype, product=few_rows)
             chosen.append(experts)
         if routing is not None:
             routing = lax.dynamic_update_slice(routing, jnp.stack(chosen)[:, None, :, 0], (0, i, 0, 0))
         x = rms_norm(x, model.norm[...], c.rms_norm_eps)
-        token, logprob = sample(few_logits(x[:, 0], weights.head, compute_dtype), i)
+        token, logprob = sample(few_rows(x[:, 0], weights.head, compute_dtype), i)
         made = tuple(
             lax.dynamic_update_slice(m, y[None], (i, 0)) for m, y in zip(made, (token, logprob), strict=True)
         )
@@ -138,9 +140,9 @@ def decode(
     v = new([values[:, T:] for _, values in context])
 
     def put(pages: jax.Array, x: jax.Array) -> jax.Array:
-        return pages.at[:, page, slot].set(x)
+        return from_bits(pages.at[:, page, slot].set(x))
 
-    cache = cache._replace(k=put(cache.k, k), v=put(cache.v, v))
+    cache = cache._replace(k=put(before.k, k), v=put(before.v, v))
     if cache.routing is not None and routing is not None:
         cache = cache._replace(routing=put(cache.routing, jnp.moveaxis(routing, 1, 2)))
     return *made, done, cache

@@ -31,7 +31,7 @@ from metagym.models.attention import BLOCK, MASKED, dot_batched, packed_attentio
 from metagym.models.config import Llama3Rope, ModelConfig
 from metagym.models.errors import ModelError
 from metagym.models.head import token_logprobs
-from metagym.models.matmul import matmul
+from metagym.models.matmul import from_bits, matmul, to_bits
 from metagym.models.trees import tree_attention, tree_mask
 
 _LOG = logging.getLogger(__name__)
@@ -189,10 +189,18 @@ class Decoder(nnx.Module):
 
     # One layer
 
-    def _project(self, w: Mapping[str, jax.Array], x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: Any):
+    def _project(
+        self,
+        w: Mapping[str, jax.Array],
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        dtype: Any,
+        product: Callable[..., jax.Array] = matmul,
+    ):
         """x [..., D] -> rotated q [..., K, G, h] and k [..., K, h], and v [..., K, h]."""
         c = self.config
-        y = matmul(rms_norm(x, w["attn_norm"], c.rms_norm_eps), w["qkv"].reshape(c.hidden_size, -1), dtype)
+        y = product(rms_norm(x, w["attn_norm"], c.rms_norm_eps), w["qkv"], dtype)
         y = checkpoint_name(y, "qkv")
         y = y.reshape(*x.shape[:-1], c.num_key_value_heads, c.groups + 2, c.head_dim)
         if c.qkv_bias:
@@ -212,12 +220,13 @@ class Decoder(nnx.Module):
         dtype: Any,
         recorded: jax.Array | None = None,
         mesh: Mesh | None = None,
+        product: Callable[..., jax.Array] = matmul,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Adds the output projection of `attended` [..., K, G, h] to x [..., D], then the MLP, or that of
         the experts, `recorded` ones where there are some. Also the experts, [..., k]; None of a dense
         model."""
         c = self.config
-        x = x + matmul(attended.reshape(*x.shape[:-1], -1), w["out"].reshape(-1, c.hidden_size), dtype)
+        x = x + product(attended.reshape(*x.shape[:-1], -1), w["out"], dtype)
         x = checkpoint_name(x, "middle")
         y = rms_norm(x, w["mlp_norm"], c.rms_norm_eps)
         if c.num_experts:
@@ -226,9 +235,9 @@ class Decoder(nnx.Module):
             gates = experts.gates(logits, chosen, c.norm_topk_prob)
             y = experts.mlps(y, chosen, gates, w["gate_up"], w["down"], dtype=dtype, mesh=mesh)
             return x + y, chosen
-        y = checkpoint_name(matmul(y, w["gate_up"].reshape(c.hidden_size, -1), dtype), "gate_up")
+        y = checkpoint_name(product(y, w["gate_up"], dtype), "gate_up")
         gate, up = jnp.split(y, 2, axis=-1)
-        return x + matmul(jax.nn.silu(gate) * up, w["down"], dtype), None
+        return x + product(jax.nn.silu(gate) * up, w["down"], dtype), None
 
     def _params(self) -> dict[str, nnx.Param]:
         return {name: p for name, p in vars(self.layers).items() if isinstance(p, nnx.Param)}
@@ -386,22 +395,26 @@ class Decoder(nnx.Module):
         visible = key_positions[None, None, :] <= positions[:, :, None]  # [S, C, T]
         cos, sin = rotary(c, positions)
 
+        before = jax.tree.map(to_bits, cache)
+
         def context(pages: jax.Array, n: jax.Array, new: jax.Array) -> jax.Array:
             old = pages[n, page_table].reshape(S, T, *new.shape[2:])
             fresh = new if C == 1 else jnp.take_along_axis(new, which[:, :, None, None], axis=1)
-            return jnp.where(is_new[:, :, None, None], fresh, old).swapaxes(1, 2)  # [S, K, T, h]
+            return from_bits(jnp.where(is_new[:, :, None, None], fresh, old).swapaxes(1, 2))  # [S, K, T, h]
 
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             w, n = w
+            w = jax.tree.map(from_bits, w)
             q, k, v = self._project(w, x, cos, sin, compute_dtype)
-            k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
-            keys, values = context(cache.k, n, k), context(cache.v, n, v)
+            k, v = to_bits(k.astype(cache.k.dtype)), to_bits(v.astype(cache.v.dtype))
+            keys, values = context(before.k, n, k), context(before.v, n, v)
             attended = _cached_attention(q * c.head_dim**-0.5, keys, values, visible, compute_dtype)
             x, chosen = self._finish(w, x, attended, compute_dtype)
             return x, (k, v, chosen)
 
-        x, new = lax.scan(layer, self._embed(tokens), (self._stacked(), jnp.arange(c.num_hidden_layers)))
-        cache = jax.tree.map(lambda old, x: old.at[:, *slot].set(x), cache, Cache(*new))
+        weights = jax.tree.map(to_bits, self._stacked())
+        x, new = lax.scan(layer, self._embed(tokens), (weights, jnp.arange(c.num_hidden_layers)))
+        cache = jax.tree.map(lambda old, x: from_bits(old.at[:, *slot].set(x)), before, Cache(*new))
         return rms_norm(x, self.norm[...], c.rms_norm_eps), cache
 
     def logits(self, hidden: jax.Array, *, compute_dtype: Any = jnp.float32) -> jax.Array:

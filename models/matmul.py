@@ -40,13 +40,21 @@ def outer(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
 
 
 def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """x `[..., M]` times w `[M, N]`, f32 `[..., N]`. Operands are rounded to `dtype`, sums are f32.
+    """x `[..., M]` times w, f32 `[..., N]`; w is `[M, N]`, or has more axes whose sizes multiply to these.
+    Operands are rounded to `dtype`, sums are f32.
 
     Differentiating a mixed product as JAX does leaves the backward products in f32; here the incoming
     gradient is rounded to `dtype` too, and both gradients are accumulated in f32.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows, w = x.reshape(-1, x.shape[-1]), w.reshape(x.shape[-1], -1)
     return _matmul(rows, w, jnp.dtype(dtype)).reshape(*x.shape[:-1], w.shape[-1])
+
+
+def few_rows(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """x `[..., M]` times w `[N, M]`, f32 `[..., N]`, for a few rows. As `w @ x.T`: the other way round XLA on
+    a CPU rearranges w in memory each time."""
+    y = dot(w, x.reshape(-1, x.shape[-1]), (1, 1), jnp.dtype(dtype))
+    return lax.optimization_barrier(y).T.reshape(*x.shape[:-1], w.shape[0])
 
 
 def _primal(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -64,3 +72,15 @@ def _backward(dtype: jnp.dtype, residuals: tuple[jax.Array, jax.Array], dy: jax.
 
 _matmul = jax.custom_vjp(_primal, nondiff_argnums=(2,))
 _matmul.defvjp(_forward, _backward)
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """bf16 as its bits, u16; other types as they are. What only moves bf16 (a slice at a place that is not
+    known before, an update in place, a scatter) XLA does in f32 on a CPU, converting the whole array for it.
+    Integers it moves as they are."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def from_bits(x: jax.Array) -> jax.Array:
+    """Undoes `to_bits`."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

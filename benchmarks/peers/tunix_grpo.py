@@ -24,7 +24,9 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 model_dir, steps, prompt, workdir = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-precision = sys.argv[5] if len(sys.argv) > 5 else "float32"  # of weights, moments and products: Tunix has one for all
+precision = (
+    sys.argv[5] if len(sys.argv) > 5 else "float32"
+)  # of weights, moments and products: Tunix has one for all
 config = json.loads(Path(f"{model_dir}/config.json").read_text())
 mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 tokenizer = AutoTokenizer.from_pretrained(model_dir)

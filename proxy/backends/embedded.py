@@ -36,7 +36,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from metagym.errors import ContextOverflowError, EngineError, InputError
 from metagym.live import Live
 from metagym.models import Llama, init_cache
-from metagym.models.decode import Limits, Split, decode, few_logits, split
+from metagym.models.decode import Limits, Split, decode, split
+from metagym.models.matmul import few_rows, from_bits, to_bits
 from metagym.proxy.backends.pages import Entry, Node, PageTable
 from metagym.proxy.backends.sampling import Rows, sample
 from metagym.types import Generation, Sampling
@@ -774,7 +775,7 @@ def _sample(graphdef, dtype, weights, state, where, how):
     params, fast = weights
     hidden = state[1][where]
     if fast is not None:
-        return state, sample(few_logits(hidden, fast.head, dtype), how)
+        return state, sample(few_rows(hidden, fast.head, dtype), how)
     model = cast(Llama, nnx.merge(graphdef, params))
     return state, sample(model.logits(hidden, compute_dtype=dtype), how)
 
@@ -797,7 +798,9 @@ def _decode(graphdef, dtype, weights, state, tokens, positions, pages, limits, h
 def _copy(graphdef, dtype, weights, state, pairs):
     """Copies pages `pairs[0]` to pages `pairs[1]`."""
     cache, rows = state
-    return (jax.tree.map(lambda x: x.at[:, pairs[1]].set(x[:, pairs[0]]), cache), rows), ()
+    cache = jax.tree.map(to_bits, cache)
+    cache = jax.tree.map(lambda x: from_bits(x.at[:, pairs[1]].set(x[:, pairs[0]])), cache)
+    return (cache, rows), ()
 
 
 def _routes(graphdef, dtype, weights, state, pages):
