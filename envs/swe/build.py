@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import random
+import re
 import secrets
 import shutil
 import subprocess
@@ -97,12 +98,15 @@ def unpack(archive: Path, folder: Path) -> None:
                 tar.extract(member, folder, filter="fully_trusted", set_attrs=True)
 
 
-def issue_text(messages: Mapping[str, str], tests: Sequence[str]) -> str:
-    """An issue from what fails: names and messages, never where."""
+def issue_text(messages: Mapping[str, str], tests: Sequence[str], function: str = "") -> str:
+    """An issue from what fails: names and messages, never where. Of a message that speaks of `function()`,
+    where the mistake is, the type alone."""
     lines = []
     for test in tests[:5]:
         name = test.partition("::")[2].replace("::", ".")
         message = messages.get(test, "").strip().splitlines()[:4]
+        if function and re.search(rf"\b{re.escape(function)}\(", " ".join(message)):
+            message = [message[0].partition(":")[0]]
         lines.append(f"- {name}" + (f": {' '.join(message)[:240]}" if message else ""))
     more = f"\n- and {len(tests) - 5} more" if len(tests) > 5 else ""
     return "Some things no longer work as they should. What is seen:\n" + "\n".join(lines) + more
@@ -335,7 +339,7 @@ def mutant_instance(
     return dataclasses.replace(
         base,
         id=f"{base.repo}-{mutant.kind.replace(' ', '-')}-{digest}",
-        issue=issue_text(messages, fails),
+        issue=issue_text(messages, fails, mutant.function.rpartition(".")[2]),
         gold=patches.diff(changed, original, path),
         change=patches.diff(original, changed, path),
         fail_to_pass=tuple(fails),

@@ -226,6 +226,12 @@ def test_an_issue_says_what_is_seen():
     assert text.splitlines()[1:3] == ["- TestX.test_0: ValueError: bad   more", "- TestX.test_1"]
     assert text.endswith("\n- and 2 more")
     assert "tests/test_a.py" not in text
+    told = {tests[0]: "TypeError: _row() takes 1 argument", tests[1]: "ValueError: borrow() and _rows()"}
+    text = build.issue_text(told, tests, "_row")
+    assert text.splitlines()[1:3] == [
+        "- TestX.test_0: TypeError",
+        "- TestX.test_1: ValueError: borrow() and _rows()",
+    ]
 
 
 @pytest.mark.parametrize(
