@@ -108,6 +108,10 @@ async def _bare(request: web.Request) -> web.Response:
     return web.json_response({**told, "choices": [choice], "usage": usage})
 
 
+async def _healthy(request: web.Request) -> web.Response:
+    return web.Response()
+
+
 async def _engine(request: web.Request) -> web.Response:
     """As `_bare`, with the ids and log-probs of an engine, which a gateway keeps."""
     body = json.loads(await request.read())
@@ -132,6 +136,8 @@ def _serve(pipe: Any, count: int, core: int | None) -> None:
             app = web.Application(client_max_size=64 << 20)
             app.router.add_post("/v1/chat/completions", _bare)
             app.router.add_post("/engine/v1/chat/completions", _engine)
+            for path in ("/health", "/engine/health", "/engine/v1/health"):  # a gateway asks now and then
+                app.router.add_get(path, _healthy)
             runner = web.AppRunner(app, access_log=None)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)

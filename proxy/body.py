@@ -8,7 +8,7 @@ body is not written as programs write it, `json.loads` reads it.
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _LISTS = ("messages", "input")  # what grows from request to request
@@ -20,7 +20,7 @@ _value = json.JSONDecoder().raw_decode
 
 @dataclass(frozen=True)
 class _Body:
-    text: str
+    text: str  # up to the end of the last item
     values: dict[str, Any]  # what stands before the list
     name: str  # of the list
     items: list[Any]  # objects: they end where they end, whatever follows
@@ -45,7 +45,7 @@ class Reader:
         last, more = self._last, True
         same = 0 if last is None else _same(text, last)
         if last is not None and same:
-            body = _Body(text, last.values, last.name, last.items[:same], last.ends[:same])
+            body = _Body("", last.values, last.name, last.items[:same], last.ends[:same])
             values = {**body.values, body.name: body.items}
             at, more = _behind(text, _items(text, body.ends[-1], body), "}")
         else:
@@ -58,7 +58,7 @@ class Reader:
                 raise ValueError("no plain key")
             name, at = key[1], key.end()
             if body is None and name in _LISTS and text.startswith("[{", at):
-                body = _Body(text, dict(values), name, [], [])
+                body = _Body("", dict(values), name, [], [])
                 values[name] = body.items
                 at = _items(text, at + 1, body)
             else:
@@ -66,7 +66,7 @@ class Reader:
             at, more = _behind(text, at, "}")
         if at != len(text):
             raise ValueError("more than an object")
-        self._last = body
+        self._last = None if body is None else replace(body, text=text[: body.ends[-1]])
         return values
 
 
@@ -95,13 +95,14 @@ def _behind(text: str, at: int, end: str) -> tuple[int, bool]:
 
 def _same(text: str, last: _Body) -> int:
     """How many of the last items this text has too, in the same place, with all before them the same."""
-    low, high, at = 0, len(last.ends), 0
-    middle = high  # most often it has all of them
+    if text.startswith(last.text):  # most often it has all of them
+        return len(last.ends)
+    low, high, at = 0, len(last.ends) - 1, 0
     while low < high:
+        middle = (low + high + 1) // 2
         end = last.ends[middle - 1]
         if text[at:end] == last.text[at:end]:
             low, at = middle, end
         else:
             high = middle - 1
-        middle = (low + high + 1) // 2
     return low

@@ -5,8 +5,9 @@ for a reply; the reply is its tool call, of which the model says one token: the 
 fix leaves line 1 as it is. GRPO, two tasks with four episodes each a step.
 
 Needs: metagym doctor --install-harness=mini-swe-agent
-Time: not measured. Expected: outcomes that differ within a group: untrained, the model says 1 in 70 % of the
-replies. An episode has 1,020 tokens, of which one is trained.
+Time: 6 minutes of CPU for training and the model, and as much for the harness's own processes; 25 minutes on a
+clock that other work shared. Expected: groups of unequal outcomes in the first step, then none; 60 % of the held-
+out tasks before, 100 % after (20 each). An episode has 1,035 tokens, of which one is trained.
 Command: make train CONFIG=experiments/configs/harness_small.py
 """
 
