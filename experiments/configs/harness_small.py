@@ -5,9 +5,9 @@ for a reply; the reply is its tool call, of which the model says one token: the 
 fix leaves line 1 as it is. GRPO, two tasks with four episodes each a step.
 
 Needs: metagym doctor --install-harness=mini-swe-agent
-Time: 6 minutes of CPU for training and the model, and as much for the harness's own processes; 25 minutes on a
-clock that other work shared. Expected: groups of unequal outcomes in the first step, then none; 60 % of the held-
-out tasks before, 100 % after (20 each). An episode has 1,035 tokens, of which one is trained.
+Time: 6 minutes of CPU for model and trainer, about as much for 72 processes of the harness; 26 minutes on a
+machine that other work shared. Expected: groups of unequal outcomes in the first step, then none; 60 % of 20
+held-out tasks before, 100 % after. An episode has 1,035 tokens, of which one is trained.
 Command: make train CONFIG=experiments/configs/harness_small.py
 """
 
