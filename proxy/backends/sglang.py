@@ -79,7 +79,8 @@ class SGLangBackend(Live):
       pause: what a push does to running generations. "retract": they wait, and go on with the new weights,
         which compute their beginning again; the prefix cache is flushed. "in_place": they go on with the keys
         and values that they have; cached prefixes of the old weights are not found any more. "abort": they
-        begin again. "wait": the push waits until they have ended.
+        begin again. "wait": the push waits until they have ended, and what is submitted meanwhile waits for
+        the push.
       weights_dir: a folder of its own is made in it; None: in memory (/dev/shm), where there is one.
       dtype: of the weights that are pushed.
       routing: ask for the experts that tokens took; None: if the model has experts and `model` is given.
@@ -294,6 +295,8 @@ class SGLangBackend(Live):
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
         self._changed = asyncio.Condition()
+        self._gate = asyncio.Event()  # closed while a push waits for generations
+        self._gate.set()
         self._remotes = [Remote(url, process, self._http, **self._settings) for url, process in self._given]
         for remote in self._remotes:
             if remote.process is not None:
@@ -310,6 +313,7 @@ class SGLangBackend(Live):
         if self._router_url:
             self._router = Remote(self._router_url, None, self._http, **self._settings)
             await self._router.get("/health")
+            self._route()
 
     async def _begin(self, remote: Remote) -> None:
         try:
@@ -359,7 +363,11 @@ class SGLangBackend(Live):
         lost_at: set[Remote] = set()
         error: LostError | None = None
         for attempt in range(self._retries + 1):
-            remote = await self._choose(ids, lost_at)
+            while True:
+                await self._gate.wait()
+                remote = await self._choose(ids, lost_at)
+                if self._gate.is_set():
+                    break
             if remote is None:
                 break
             self._counts["retries"] += attempt > 0
@@ -446,7 +454,7 @@ class SGLangBackend(Live):
     ) -> tuple[Generation, bool, int]:
         """(generated, whether a token that is none of ours ended it, prompt tokens from the cache)."""
         rid = secrets.token_hex(12)
-        routing, salt = self._experts[0] > 0, remote.salt(self._target)
+        routing, salt, label = self._experts[0] > 0, remote.salt, remote.label
         body = remote.request(ids, sampling, rid, seed, routing=routing, salt=salt)
         try:
             answer = await remote.post("/generate", body)
@@ -467,12 +475,24 @@ class SGLangBackend(Live):
         except wire.UnknownWeightsError as error:
             self._look_at(remote, str(error))
             raise
+        if salt is not None and found[0].version[0] != self._versions[label]:
+            raise AgainError(f"{remote.url}: a generation met a push, and cached prefixes of older weights")
         self._counts["sampled_tokens"] += len(found[0].tokens)
         return *found, answer["meta_info"].get("cached_tokens") or 0
 
+    def _route(self) -> None:
+        """Tells what the servers behind a router serve now."""
+        if self._router is not None:
+            self._router.label = self._target.label
+            self._router.salt = secrets.token_hex(8) if self._settings["pause"] == "in_place" else None
+
     def _look_at(self, remote: Remote, why: str) -> None:
         """Takes a server out of service until it has been seen to be well, and to have the right weights."""
-        if remote is self._router or remote.gone or self._closing:
+        if remote is self._router:  # it does not say which of them it was
+            for behind in self._remotes:
+                self._look_at(behind, why)
+            return
+        if remote.gone or self._closing:
             return
         remote.up, remote.why = False, why
         if remote.reviving is None or remote.reviving.done():
@@ -524,6 +544,16 @@ class SGLangBackend(Live):
         """Raises EngineError if no server takes them; the old ones are the target again then."""
         self._versions[weights.label] = weights.version
         self._target = weights
+        if self._settings["pause"] == "wait":
+            self._gate.clear()
+        try:
+            while any(r.running for r in (*self._remotes, self._router) if r) and not self._gate.is_set():
+                await asyncio.sleep(0.01)
+            await self._give_all(weights, old)
+        finally:
+            self._gate.set()
+
+    async def _give_all(self, weights: Weights, old: Weights) -> None:
         deadline = time.monotonic() + self._start_s
         while True:
             up = [r for r in self._remotes if r.up]
@@ -540,6 +570,7 @@ class SGLangBackend(Live):
         for remote in self._remotes:
             if not (remote.up and remote.label == self._target.label):
                 self._look_at(remote, remote.why)
+        self._route()
         if not served:
             self._counts["failed_loads"] += 1
             raise EngineError(

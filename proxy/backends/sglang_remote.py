@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import json
 import logging
@@ -72,6 +73,7 @@ class Remote:
     why: str = "it was not asked yet"  # it is not
     running: int = 0  # generations
     label: str = ""  # of the weights that it serves
+    salt: str | None = None  # keeps prefixes that other weights computed from being found, if they stay
     broken: bool = False  # its weights may be a mixture
     home: str = ""  # folder of the weights that it began with
     copies: int = 1  # that it wants of a tensor: one for each rank
@@ -252,34 +254,60 @@ class Remote:
         if weights.initial and not self.broken:  # they are there: a label is all they need
             body = {"new_version": weights.label, "abort_all_requests": False}
             await self.post("/update_weight_version", body)
-            self.label = weights.label
+            self._serves(weights)
             return
         if weights.initial:
             weights = dataclasses.replace(weights, path=Path(self.home))
         if weights.path is None and weights.tensors is None:
             raise EngineError(f"{self.url} has lost its weights, which were sent: it waits for the next push")
+        # One that is out of service may hold prefixes of any weights: they are flushed.
+        pause = "retract" if self.pause == "in_place" and not self.up else self.pause
+        if pause == "wait":
+            await self._idle()
         self.broken = True
-        if self.pause != "wait":
-            await self.post("/pause_generation", {"mode": self.pause})
+        if pause != "wait":
+            await self.post("/pause_generation", {"mode": pause})
+        # Generations that go on with their keys and values keep the cache from being flushed.
+        last = {"weight_version": weights.label, "flush_cache": pause != "in_place"}
         try:
-            await (self._give_tensors(weights) if weights.path is None else self._give_folder(weights))
+            give = self._give_folder if weights.path is not None else self._give_tensors
+            await give(weights, last)
+        except Exception:
+            # Else they went on with weights of both kinds, under the label of the old ones.
+            with contextlib.suppress(LostError, RefusedError):
+                await self.post("/abort_request", {"rid": "", "abort_all": True}, 10.0)
+            raise
         finally:
-            if self.pause != "wait":
+            if pause != "wait":
                 await self.post("/continue_generation", {})
         found = (await self.get("/model_info")).get("weight_version")
         if found != weights.label:
             raise EngineError(f"{self.url} says that it serves weights {found!r}, not {weights.label!r}")
+        self._serves(weights)
+
+    def _serves(self, weights: Weights) -> None:
         self.label, self.broken = weights.label, False
+        if self.pause == "in_place":
+            self.salt = secrets.token_hex(8)
 
-    def _last(self, weights: Weights) -> dict[str, Any]:
-        """What the request says that completes a push. Generations that go on with their keys and values keep
-        the cache from being flushed; its prefixes are then told apart by a salt."""
-        return {"weight_version": weights.label, "flush_cache": self.pause != "in_place"}
+    async def _idle(self) -> None:
+        """Waits until nothing runs on it, and its cache can be flushed: what was given up runs on for a
+        moment, and what others asked for until it ends."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                await self.post("/flush_cache", {})
+                return
+            except RefusedError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.05)
 
-    async def _give_folder(self, weights: Weights) -> None:
-        await self.post("/update_weights_from_disk", {"model_path": str(weights.path), **self._last(weights)})
+    async def _give_folder(self, weights: Weights, last: dict[str, Any]) -> None:
+        """`last`: what the request says that completes a push."""
+        await self.post("/update_weights_from_disk", {"model_path": str(weights.path), **last})
 
-    async def _give_tensors(self, weights: Weights) -> None:
+    async def _give_tensors(self, weights: Weights, last: dict[str, Any]) -> None:
         assert weights.tensors is not None
         await self.post("/begin_weight_update", {})
         try:
@@ -288,14 +316,8 @@ class Remote:
             while bucket is not None:
                 text = await asyncio.to_thread(lambda b=bucket: base64.b64encode(wire.pickled(b)).decode())
                 bucket = await asyncio.to_thread(next, buckets, None)
-                more = {"flush_cache": False} if bucket is not None else self._last(weights)
+                more = {"flush_cache": False} if bucket is not None else last
                 body = {"serialized_named_tensors": [text] * self.copies, **more}
                 await self.post("/update_weights_from_tensor", body)
         finally:
             await self.post("/end_weight_update", {})
-
-    # ------------------------------------------------------------ what a push changes for requests
-
-    def salt(self, target: Weights) -> str | None:
-        """Keeps prefixes that other weights computed from being found, where they are not flushed."""
-        return target.label if self.pause == "in_place" else None

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ _GRACE_S = 5.0
 # The group of the server ends when this process does, however it ends: then the pipe closes.
 _KEEPER = """exec 3<&0
 "$@" </dev/null 3<&- & server=$!
-{ read _ <&3; kill -KILL -$$; } & reader=$!
+{ read _ <&3; rm -rf "$TMPDIR"; kill -KILL -$$; } & reader=$!
 wait $server; code=$?
 kill $reader; exit $code"""
 
@@ -51,6 +52,8 @@ class SGLangProcess(Live):
         self._args, self._python = list(args), python or sys.executable
         self._env = {**os.environ, **(env or {}), **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})}
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None  # SGLang leaves its sockets there
+        self._shared: set[Path] = set()  # and these, if it is killed
 
     def start(self, weights: Path | None = None, label: str = "default") -> None:
         """Starts it, or a new one in its place, with the weights of a folder. It is there when it answers."""
@@ -59,13 +62,14 @@ class SGLangProcess(Live):
         command += ["--tokenizer-path", str(self.model), "--weight-version", label]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *self._args]
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = tempfile.TemporaryDirectory(prefix="metagym-sglang-", ignore_cleanup_errors=True)
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", _KEEPER, "sh", *command],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=self._env,
+                env={**self._env, "TMPDIR": self._scratch.name},
                 start_new_session=True,
             )
 
@@ -76,7 +80,10 @@ class SGLangProcess(Live):
 
     def check(self) -> None:
         """Raises EngineError if it has ended, with the end of its output."""
-        if self._process is None or (code := self._process.poll()) is None:
+        if self._process is None:
+            return
+        self._shared |= _shared(self._process.pid) if not self._shared else set()
+        if (code := self._process.poll()) is None:
             return
         tail = self.log.read_bytes()[-2000:].decode(errors="replace") if self.log.exists() else ""
         raise EngineError(f"the SGLang server ended with code {code}; {self.log} ends with:\n{tail}")
@@ -85,6 +92,7 @@ class SGLangProcess(Live):
         """Ends the server and all that it started. Idempotent."""
         if self._process is None:
             return
+        self._shared |= _shared(self._process.pid)
         with contextlib.suppress(ProcessLookupError):  # raised once the whole group is gone
             os.killpg(self._process.pid, signal.SIGTERM)
             deadline = time.monotonic() + _GRACE_S
@@ -97,6 +105,22 @@ class SGLangProcess(Live):
         if self._process.stdin:
             self._process.stdin.close()
         self._process = None
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+        self._shared.clear()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+
+def _shared(group: int) -> set[Path]:
+    """Files in shared memory in which the processes of a group count what they do."""
+    found: set[Path] = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rsplit(")", 1)[1].split()[2]) == group:
+                lines = (stat.parent / "maps").read_text().splitlines()
+                found |= {Path(line.split()[-1]) for line in lines if "/dev/shm/sglang_loads_" in line}
+    return {path for path in found if path.exists()}
 
 
 def _free_port() -> int:

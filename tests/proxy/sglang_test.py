@@ -6,9 +6,14 @@ The server here is a small one that answers as SGLang 0.5.23 was seen to, and br
 import base64
 import contextlib
 import json
+import os
+import secrets
+import signal
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -453,6 +458,14 @@ def test_a_router_gets_generations_and_the_servers_weights(start, model, folder)
     assert set(generation.version) == {3}
     assert router.count("/generate") == 1
     assert all(w.count("/update_weights_from_disk") == 1 for w in workers)
+    right, workers[0].label = workers[0].label, "default"  # it was started anew
+    with pytest.raises(EngineError, match="not pushed"):
+        backend.submit([1], Sampling(4)).result()
+    deadline = time.monotonic() + 10
+    while workers[0].label != right:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert set(backend.submit([1], Sampling(4)).result().version) == {3}
     router.close()
 
 
@@ -525,6 +538,88 @@ def test_a_push_that_fails_leaves_the_old_weights(start, model):
     assert backend.stats()["failed_loads"] == 1
     backend.load(params(model, 2.0), 3)
     assert set(backend.submit([1], Sampling(4)).result().version) == {3}
+
+
+def test_what_runs_while_a_push_fails_is_aborted(start, model):
+    """It would go on with half of the new weights, and say that they are the old ones."""
+
+    def break_(path, body, answer):
+        return (400, {"message": "bad file"}) if path == "/update_weights_from_disk" else answer
+
+    server = FakeServer(break_)
+    backend = start(server)
+    server.calls.clear()
+    with pytest.raises(EngineError, match="bad file"):
+        backend.load(params(model), 1)
+    update, pause, go_on = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
+    assert [p for p, _ in server.calls[:4]] == [pause, update, "/abort_request", go_on]
+    assert server.calls[2][1] == {"rid": "", "abort_all": True}
+
+
+def test_a_push_that_waits(start, model):
+    """It begins when what ran has ended and the cache is flushed, which a server refuses for a while after an
+    abort; what is submitted meanwhile is sent afterwards."""
+    reached, go_on, refusals = threading.Event(), threading.Event(), iter(range(3))
+
+    def break_(path, body, answer):
+        if path == "/generate" and body["input_ids"] == [7]:
+            reached.set()
+            go_on.wait(20)
+        if path == "/flush_cache" and next(refusals, None) is not None:
+            return 400, "requests are running"
+        return answer
+
+    server = FakeServer(break_)
+    backend = start(server, pause="wait")
+    running = backend.submit([7], Sampling(4))
+    assert reached.wait(20)
+    server.calls.clear()
+    push = threading.Thread(target=backend.load, args=(params(model), 1))
+    push.start()
+    deadline = time.monotonic() + 20
+    while backend._gate.is_set():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    later = backend.submit([8], Sampling(4))
+    time.sleep(0.1)
+    assert not server.calls
+    go_on.set()
+    push.join()
+    assert set(running.result().version) == {0}
+    assert set(later.result().version) == {1}
+    paths = [p for p, _ in server.calls]
+    assert paths == [*["/flush_cache"] * 4, "/update_weights_from_disk", "/model_info", "/generate"]
+
+
+def test_a_push_that_does_not_wait_longer(start, model):
+    """Others keep the server from its end: it fails, and nothing has changed."""
+    server = FakeServer(lambda p, b, a: (400, "requests are running") if p == "/flush_cache" else a)
+    backend = start(server, pause="wait", timeout_s=0.2)
+    with pytest.raises(EngineError, match=r"weights 0 go on serving.*requests are running"):
+        backend.load(params(model), 1)
+    assert set(backend.submit([1], Sampling(4)).result().version) == {0}
+    assert not server.count("/update_weights_from_disk")
+
+
+def test_prefixes_that_are_kept_are_told_apart(start, model):
+    server = FakeServer()
+    backend = start(server, pause="in_place")
+    salts = []
+    for version in range(4):
+        if version:
+            backend.load(params(model), version)
+        backend.submit([1], Sampling(4)).result()
+        salts.append(server.calls[-1][1]["cache_salt"])
+    assert len(set(salts)) == 4
+    assert all(salts)
+    old, times = server.label, iter(range(100))
+    # Sent before a push, begun after it: its beginning may be from the cache of the old weights.
+    backend.load(params(model), 4)
+    spans = [{"version": old, "start": 0, "end": 4}]
+    server.break_ = on_generate(lambda b, a: _meta(weight_versions=spans)(b, a) if next(times) == 0 else a)
+    assert set(backend.submit([1], Sampling(4)).result().version) == {4}
+    assert backend.stats()["retries"] == 1
+    assert not [b for p, b in server.calls if p.startswith("/update_weights") and b["flush_cache"]]
 
 
 def test_weights_that_cannot_be_written(start, model, monkeypatch):
@@ -666,7 +761,7 @@ class _Ended:
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_process_ends_with_all_that_it_started(killed, folder, tmp_path):
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\nsleep 1000 & sleep 1000 & echo started; wait\n")
+    program.write_text('#!/bin/sh\nsleep 1000 & sleep 1000 & touch "$TMPDIR/socket"; echo started; wait\n')
     program.chmod(0o755)
     process = SGLangProcess(folder, tmp_path / "log", python=str(program))
     process.start()
@@ -674,24 +769,55 @@ def test_a_process_ends_with_all_that_it_started(killed, folder, tmp_path):
     while "started" not in (tmp_path / "log").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    pid = process.pid
+    pid, scratch = process.pid, Path(process._scratch.name)
     assert _alive(pid) >= 3
+    assert (scratch / "socket").exists()
     if killed:  # the end of this process closes the pipe, and nothing more
         process._process.stdin.close()
         while _alive(pid):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        assert not scratch.exists()
     process.stop()
     process.stop()
     assert _alive(pid) == 0
+    assert not scratch.exists()
+
+
+def test_shared_memory_of_a_server_that_was_killed_is_freed(folder, tmp_path):
+    name = Path(f"/dev/shm/sglang_loads_test_{secrets.token_hex(4)}.shm")
+    program = tmp_path / "python"
+    lines = [f"#!{sys.executable}", "import mmap, time", f"file = open({str(name)!r}, 'w+b')"]
+    lines += [
+        "file.truncate(4096)",
+        "shared = mmap.mmap(file.fileno(), 4096)",
+        "print('started', flush=True)",
+    ]
+    program.write_text("\n".join([*lines, "time.sleep(1000)"]))
+    program.chmod(0o755)
+    process = SGLangProcess(folder, tmp_path / "log", python=str(program))
+    process.start()
+    try:
+        deadline = time.monotonic() + 20
+        while "started" not in (tmp_path / "log").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.check()
+        os.killpg(process.pid, signal.SIGKILL)
+        while _alive(process.pid):
+            time.sleep(0.01)
+        assert name.exists()
+        process.stop()
+        assert not name.exists()
+    finally:
+        name.unlink(missing_ok=True)
+        process.stop()
 
 
 def _alive(group):
     """Processes of a group, zombies left out."""
-    import pathlib
-
     count = 0
-    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, pgrp = stat.read_text().rsplit(")", 1)[1].split()[:3]
             count += int(pgrp) == group and state != "Z"
