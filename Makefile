@@ -2,6 +2,7 @@
 # make test    set up, then run the tests                      ARGS="tests/rl -k grpo" selects some
 # make test-harness   install the real coding harnesses (npm, pip), and test them end to end
 # make test-sglang    install SGLang (no GPU needed), and test its backend on real servers     TORCH=torch==2.13.0+cpu where pip needs it
+# make test-sglang-jax   the same for sglang-jax     PYTHON312=/path/to/python3.12
 # make bench   speed beside PyTorch, TRL and Tunix             ARGS=grpo selects: grpo train decode prefill rollouts ...
 # make scale   compile training steps for TPUs that are elsewhere, and check that they fit (docs/scale.md)
 # make tasks   500 tasks of software engineering, made here (docs/swe.md)
@@ -9,7 +10,7 @@
 # make parity  ALFWorld beside TextWorld, models beside transformers, losses beside TRL's and verl's   ALFWORLD_DATA=DIR, ARGS="--train-per-type 300"
 # make check   what CI runs: format, lint, types, layout, tests
 .DEFAULT_GOAL := help
-.PHONY: help train test tasks test-harness test-sglang bench parity parity-alfworld parity-losses parity-models soak scale lint check format requirements setup setup-test clean
+.PHONY: help train test tasks test-harness test-sglang test-sglang-jax bench parity parity-alfworld parity-losses parity-models soak scale lint check format requirements setup setup-test clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,6 +46,15 @@ $(VENV)-sglang/.done: $(VENV)/.uv requirements/sglang.txt
 	@$(VENV)-sglang/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@$(VENV)-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	@VIRTUAL_ENV=$(VENV)-sglang $(BIN)/uv pip install --quiet -r requirements/sglang.txt
+	@touch $@
+
+test-sglang-jax: $(VENV)/.test $(VENV)-sglang-jax/.done
+	METAGYM_TEST_SGLANG_JAX="$(CURDIR)/$(VENV)-sglang-jax/bin/python" $(PY) -m pytest -s tests/sglang/jax_test.py $(ARGS)
+
+PYTHON312 ?= python3.12
+$(VENV)-sglang-jax/.done: $(VENV)/.uv
+	@$(PYTHON312) -m venv --clear $(VENV)-sglang-jax
+	@VIRTUAL_ENV=$(VENV)-sglang-jax $(BIN)/uv pip install --quiet sglang-jax==0.0.2
 	@touch $@
 
 bench: $(VENV)/.train
@@ -140,4 +150,4 @@ requirements: $(VENV)/.uv
 		pyproject.toml requirements/weights.in -o requirements/test.txt
 
 clean:
-	rm -rf $(VENV) $(VENV)-tpu $(VENV)-alfworld $(VENV)-transformers $(VENV)-sglang build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-alfworld $(VENV)-transformers $(VENV)-sglang $(VENV)-sglang-jax build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

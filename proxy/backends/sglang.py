@@ -456,6 +456,7 @@ class SGLangBackend(Live):
         rid = secrets.token_hex(12)
         routing, salt, label = self._experts[0] > 0, remote.salt, remote.label
         body = remote.request(ids, sampling, rid, seed, routing=routing, salt=salt)
+        failures = self._failures(remote)
         try:
             answer = await remote.post("/generate", body)
         except RefusedError as error:
@@ -475,10 +476,16 @@ class SGLangBackend(Live):
         except wire.UnknownWeightsError as error:
             self._look_at(remote, str(error))
             raise
+        if self._failures(remote) != failures:
+            raise AgainError(f"{remote.url}: a generation met a push that failed: half of the new weights")
         if salt is not None and found[0].version[0] != self._versions[label]:
             raise AgainError(f"{remote.url}: a generation met a push, and cached prefixes of older weights")
         self._counts["sampled_tokens"] += len(found[0].tokens)
         return *found, answer["meta_info"].get("cached_tokens") or 0
+
+    def _failures(self, remote: Remote) -> int:
+        behind = self._remotes if remote is self._router else [remote]
+        return sum(r.failures for r in behind)
 
     def _route(self) -> None:
         """Tells what the servers behind a router serve now."""

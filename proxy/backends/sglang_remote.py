@@ -75,6 +75,7 @@ class Remote:
     label: str = ""  # of the weights that it serves
     salt: str | None = None  # keeps prefixes that other weights computed from being found, if they stay
     broken: bool = False  # its weights may be a mixture
+    failures: int = 0  # pushes that did not end well
     home: str = ""  # folder of the weights that it began with
     copies: int = 1  # that it wants of a tensor: one for each rank
     context: int = 0  # most tokens of prompt and reply together; 0: not known
@@ -273,7 +274,8 @@ class Remote:
             give = self._give_folder if weights.path is not None else self._give_tensors
             await give(weights, last)
         except Exception:
-            # Else they went on with weights of both kinds, under the label of the old ones.
+            # What runs would go on with weights of both kinds, under the label of the old ones.
+            self.failures += 1
             with contextlib.suppress(LostError, RefusedError):
                 await self.post("/abort_request", {"rid": "", "abort_all": True}, 10.0)
             raise

@@ -540,20 +540,35 @@ def test_a_push_that_fails_leaves_the_old_weights(start, model):
     assert set(backend.submit([1], Sampling(4)).result().version) == {3}
 
 
-def test_what_runs_while_a_push_fails_is_aborted(start, model):
+def test_what_runs_while_a_push_fails_is_sampled_again(start, model):
     """It would go on with half of the new weights, and say that they are the old ones."""
+    reached, go_on = threading.Event(), threading.Event()
+    once = iter([True])
 
     def break_(path, body, answer):
-        return (400, {"message": "bad file"}) if path == "/update_weights_from_disk" else answer
+        if path == "/generate" and body["input_ids"] == [7]:
+            reached.set()
+            go_on.wait(20)
+        return (
+            (400, {"message": "bad file"})
+            if path == "/update_weights_from_disk" and next(once, None)
+            else answer
+        )
 
     server = FakeServer(break_)
     backend = start(server)
+    running = backend.submit([7], Sampling(4))
+    assert reached.wait(20)
     server.calls.clear()
     with pytest.raises(EngineError, match="bad file"):
         backend.load(params(model), 1)
-    update, pause, go_on = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
-    assert [p for p, _ in server.calls[:4]] == [pause, update, "/abort_request", go_on]
+    update, pause, end = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
+    assert [p for p, _ in server.calls[:4]] == [pause, update, "/abort_request", end]
     assert server.calls[2][1] == {"rid": "", "abort_all": True}
+    go_on.set()  # it did not heed the abort
+    assert set(running.result().version) == {0}
+    assert server.count("/generate") == 1
+    assert backend.stats()["retries"] == 1
 
 
 def test_a_push_that_waits(start, model):
@@ -754,6 +769,8 @@ def test_a_process_that_is_not_started_again(start, folder, model, tmp_path):
 
 
 class _Ended:
+    pid = -1
+
     def poll(self):
         return -9
 

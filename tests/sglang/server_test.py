@@ -2,11 +2,14 @@
 
 import concurrent.futures
 import contextlib
+import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.request
 
 import jax
@@ -190,12 +193,18 @@ def test_a_failed_push_leaves_the_old_weights(connect, qwen2, score, monkeypatch
         folder.mkdir()
         return folder
 
+    running = [backend.submit(prompt(30, 50 + i), Sampling(150)) for i in range(4)]
+    time.sleep(0.5)
     with monkeypatch.context() as patch:
         patch.setattr(sglang, "save", empty)
         with pytest.raises(
             EngineError, match=r"no SGLang server took weights 2, and weights 1 go on serving.*400"
         ):
             backend.load(larger(model), 2)
+    for i, future in enumerate(running):  # aborted on the server, and sampled again
+        generation = future.result()
+        assert set(generation.version) == {1}
+        assert distance(score, model, prompt(30, 50 + i), generation) < TOLERANCE
     generation = backend.submit(ids := prompt(30), Sampling(16)).result()
     assert set(generation.version) == {1} == {backend.version}
     assert distance(score, model, ids, generation) < TOLERANCE
@@ -215,8 +224,9 @@ def test_weights_from_elsewhere_are_noticed(connect, qwen2, score, caplog):
     assert distance(score, model, ids, generation) < TOLERANCE
 
 
-def test_abort(connect, qwen2):
-    backend = connect(pause="wait")
+@pytest.mark.parametrize("pause", ["wait", "retract", "in_place", "abort"])
+def test_abort(connect, qwen2, pause):
+    backend = connect(pause=pause)
     start = time.monotonic()
     backend.submit(prompt(30), Sampling(50)).result()
     pace = (time.monotonic() - start) / 50
@@ -229,7 +239,7 @@ def test_abort(connect, qwen2):
         assert time.monotonic() - start < 30
         time.sleep(0.05)
     assert backend.stats()["aborted"] == 1
-    backend.load(own(qwen2[0]), 1)  # waits for what runs on the server: nothing does
+    backend.load(own(qwen2[0]), 1)  # at once, and what waits for running replies has none to wait for
     assert time.monotonic() - start < 2000 * pace
     running = backend.submit(prompt(30), Sampling(3000))
     backend.close()
@@ -253,23 +263,63 @@ def test_another_model_or_tokenizer_is_refused(server, made, qwen2, tmp_path):
         SGLangBackend([server.url], folder)
 
 
-def test_metagym_serve(server, qwen2):
+CLIENT = """
+import json, sys
+from openai import OpenAI
+client, messages, counts = OpenAI(base_url=sys.argv[1] + "/v1", api_key=sys.argv[2]), [], []
+for turn in range(4):
+    messages.append({"role": "user", "content": f"turn {turn}"})
+    more = {"stream": True, "stream_options": {"include_usage": True}} if turn % 2 else {}
+    said = client.chat.completions.create(model="policy", messages=messages, **more)
+    if turn % 2:
+        chunks = list(said)
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        usage = [c.usage for c in chunks if c.usage][-1]
+    else:
+        text, usage = said.choices[0].message.content, said.usage
+    counts.append(usage.completion_tokens)
+    messages.append({"role": "assistant", "content": text})
+print(json.dumps(counts))
+"""
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_metagym_serve(server, qwen2, python, flags, score, launched):
+    """OpenAI's own client, some of whose requests are streamed, against a running server and one that
+    `metagym serve` starts."""
     command = [sys.executable, "-m", "metagym.cli", "serve", "--backend=sglang", f"--model={qwen2[1]}"]
-    command += [f"--sglang-url={server.url}", "--port=0", "--control-port=0", "--context=64"]
-    with subprocess.Popen(
-        [*command, "--max-tokens=4", "--open=try"], stdout=subprocess.PIPE, text=True
-    ) as program:
+    command += ["--port=0", "--control-port=0", "--context=512", "--chat-template=plain", "--max-tokens=12"]
+    command += ["--open=try"]
+    if launched:  # else the weights are those of the last test
+        command += [f"--sglang-python={python}", *(f"--sglang-arg={flag}" for flag in flags)]
+    else:
+        command += [f"--sglang-url={server.url}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         try:
             assert program.stdout is not None
-            session = json.loads(program.stdout.readline())["session"]
-            body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
-            request = urllib.request.Request(f"{session['url']}/v1/chat/completions", body)
-            request.add_header("authorization", f"Bearer {session['key']}")
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                assert 1 <= json.load(answer)["usage"]["completion_tokens"] <= 4
+            told = json.loads(program.stdout.readline())
+            session = told["session"]
+            client = [os.environ["METAGYM_TEST_SGLANG"], "-c", CLIENT, session["url"], session["key"]]
+            counts = json.loads(subprocess.run(client, check=True, capture_output=True, text=True).stdout)
+            read = urllib.request.Request(f"{told['control_url']}/sessions/{session['id']}/export")
+            read.add_header("authorization", f"Bearer {told['control_key']}")
+            with urllib.request.urlopen(read, timeout=10) as answer:
+                (row,) = json.load(answer)  # one conversation, nothing of which was tokenised again
         finally:
             program.terminate()
         assert program.wait(60) == 0
+    assert len(counts) == 4
+    assert sum(row["sampled"]) == sum(counts)
+    sampled = row["sampled"]
+    runs = itertools.groupby(range(len(sampled)), sampled.__getitem__)
+    spans = [list(run) for said, run in runs if said]
+    assert len(spans) == 4
+    for span in spans if launched else ():
+        tokens, logprobs = (
+            np.array(row[name])[span].astype(kind) for name, kind in (("tokens", int), ("logprobs", float))
+        )
+        said = types.SimpleNamespace(tokens=tokens, logprobs=logprobs)
+        assert distance(score, qwen2[0], row["tokens"][: span[0]], said) < TOLERANCE
 
 
 def test_200_sessions_of_20_turns(connect, qwen2):

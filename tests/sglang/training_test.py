@@ -1,12 +1,10 @@
-"""GRPO with every token from SGLang, through a kill of the server in the middle of it."""
+"""GRPO with every token from SGLang: through a kill of the server in the middle of it, and over phases."""
 
-import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import gymnasium
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from metagym.experiments import config as config_lib
 from metagym.experiments import train as train_lib
 from metagym.proxy.backends.sglang import SGLangBackend
+from metagym.proxy.backends.sglang_server import SGLangProcess
 from metagym.rl.metrics import read_jsonl
 from metagym.text_env import NumberedTasks, TextEnv
 
@@ -68,18 +67,7 @@ def config_of(folder, python, flags):
     return c
 
 
-def server_of(group):
-    """The process that serves, in a group of processes."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            mine = int(stat.read_text().rsplit(")", 1)[1].split()[2]) == group
-            command = (stat.parent / "cmdline").read_bytes() if mine else b""
-            if b"sglang.launch_server\0" in command and not command.startswith(b"/bin/sh"):
-                return int(stat.parent.name)
-    raise AssertionError(f"no server in the group {group}")
-
-
-def test_grpo_through_a_kill(qwen2, python, flags, tmp_path, monkeypatch):
+def test_grpo_through_a_kill(qwen2, python, flags, server_of, tmp_path, monkeypatch):
     """kill -9 of the server while step 3 is played: those episodes are infra faults and played again, the
     server comes back with the weights of step 2, and training goes on to the end."""
     killed = threading.Event()
@@ -141,3 +129,60 @@ def test_grpo_through_a_kill(qwen2, python, flags, tmp_path, monkeypatch):
     assert stats["restarts"] == 1
     assert stats["sampled_tokens"] >= sampled > 0  # all of them are SGLang's
     assert stats["loads"] == STEPS + 1
+
+
+def check_phases(workdir, capsys):
+    """Three steps of two phases: each is on policy, and says what its own weights said."""
+    assert "phase second" in capsys.readouterr().out
+    steps = [s for s in read_jsonl(workdir / "metrics.jsonl") if "update/applied" in s]
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    assert all(s["update/applied"] for s in steps)
+    assert all(s["sampler/max"] < 1e-4 and s["sampler/pearson"] > 0.9999 for s in steps)
+    told = {f"step {s['step']}": f"{s['sampler/max']:.1e}" for s in steps}
+    print(f"sampler distance {told}, load_s {[round(s['time/load_s'], 2) for s in steps]}")
+    for step in (1, 2, 3):
+        lines = (workdir / "episodes" / f"{step:06d}.jsonl").read_text().splitlines()
+        episodes = [json.loads(line) for line in lines]
+        assert not [e for e in episodes if e["stop"] == "infra"]
+        assert {tuple(t["versions"]) for e in episodes for t in e["traces"]} == {(step - 1,)}
+        assert {len(e["turns"]) for e in episodes} == {3 if step == 1 else 2}  # of the phase
+
+
+def phased(folder, python, flags):
+    c = config_of(folder, python, flags)
+    c.steps, c.max_workers = 3, 8
+    c.groups_per_step, c.group_size = 2, 4
+    c.phases.second = config_lib.phase(after=1, agent__max_turns=2)
+    config_lib.check(c)
+    return c
+
+
+def test_phases_start_servers_anew(qwen2, python, flags, tmp_path, monkeypatch, capsys):
+    groups, start = [], SGLangProcess.start
+
+    def started(self, *args):
+        start(self, *args)
+        groups.append(self.pid)
+
+    monkeypatch.setattr(SGLangProcess, "start", started)
+    train_lib.train(phased(qwen2[1], python, flags), tmp_path / "run")
+    assert len(groups) == 2
+    for group in groups:  # nothing of them is left
+        with pytest.raises(ProcessLookupError):
+            os.killpg(group, 0)
+    check_phases(tmp_path / "run", capsys)
+
+
+@pytest.mark.parametrize("push", ["disk", "tensor"])
+def test_phases_on_a_running_server(qwen2, serve, push, tmp_path, capsys):
+    """By its address; its weights come in a folder that both can read, or over HTTP."""
+    c = phased(qwen2[1], "", ())
+    c.sglang.push, c.sglang.weights_dir = push, str(tmp_path / "weights") if push == "disk" else ""
+    process = serve(qwen2[1])
+    try:
+        c.sglang.urls = (process.url,)
+        train_lib.train(c, tmp_path / "run")
+    finally:
+        process.stop()
+    check_phases(tmp_path / "run", capsys)
+    assert push == "tensor" or not list((tmp_path / "weights").iterdir())
