@@ -1,9 +1,9 @@
 """Several steps of decoding in one program: read a token of each sequence, sample the next, and again.
 
 The pages of each sequence are gathered once, into keys and values that lie as attention reads them; what the
-steps add goes into columns behind them, and into the pages at the end. The layers are unrolled over weights
-of their own: a loop over stacked weights copies each layer before its products, which at a few rows takes as
-long as the products. Letters in shapes as in `decoder.py`; M steps, T columns of gathered context.
+steps add goes into a few columns beside them, and into the pages at the end. The layers are unrolled over
+weights of their own: a loop over stacked weights copies each layer before its products, which at a few rows
+takes as long as the products. Letters in shapes as in `decoder.py`; M steps, T columns of gathered context.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +61,7 @@ def decode(
     *,
     most: int,
     compute_dtype: Any = jnp.float32,
+    context_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Cache]:
     """Reads the last token of each of S sequences, samples the next one, and so on, for up to `most` = M
     steps. Returns tokens i32 `[M, S]`, their log-probs f32 `[M, S]`, the number of steps done, and the cache.
@@ -69,27 +70,30 @@ def decode(
     tokens, positions: i32 `[S]`, a negative position is padding. page_table i32 `[S, P]` as in
     `Decoder.extend`; what a sequence has no page for goes to the scratch page. `sample(logits f32 [S, V],
     step i32)` gives token and log-prob of each row. Rows that have ended sample on: cut them at their end.
+    context_dtype: what the gathered pages are held in, by default as in the cache. A CPU attends in f32 in
+    any case: held in f32 they take more memory, and are not converted in every step.
     """
     c, (S, P), layers = model.config, page_table.shape, weights.layers
     page_size, K = cache.k.shape[2], c.num_key_value_heads
     T = P * page_size
     valid = positions >= 0
-    old = jnp.arange(T + most) < jnp.minimum(positions, T)[:, None]  # [S, T + M]
-
-    def gather(pages: jax.Array) -> jax.Array:  # [pages, page_size, K, h] -> [S, K, T + M, h]
-        x = jnp.moveaxis(pages[page_table].reshape(S, T, K, c.head_dim), 2, 1)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, most), (0, 0)))
-
+    old = jnp.arange(T) < positions[:, None]  # [S, T]
     before = jax.tree.map(to_bits, cache)
 
-    # Keys [S K, h, T + M] and values [S K, T + M, h], as their products with a query read them in order.
+    def gather(pages: jax.Array) -> jax.Array:  # [pages, page_size, K, h] -> [S, K, T, h]
+        x = jnp.moveaxis(pages[page_table].reshape(S, T, K, c.head_dim), 2, 1)
+        return from_bits(x).astype(context_dtype or cache.k.dtype)
+
+    # Keys [S K, h, T] and values [S K, T, h], as their products with a query read them in order.
     context = [
         (
-            gather(before.k[n]).swapaxes(2, 3).reshape(S * K, c.head_dim, T + most),
-            gather(before.v[n]).reshape(S * K, T + most, c.head_dim),
+            gather(before.k[n]).swapaxes(2, 3).reshape(S * K, c.head_dim, T),
+            gather(before.v[n]).reshape(S * K, T, c.head_dim),
         )
         for n in range(len(layers))
     ]
+    # And what the steps add, in f32: rounded as in the cache.
+    none = [(jnp.zeros((S * K, c.head_dim, most)), jnp.zeros((S * K, most, c.head_dim)))] * len(layers)
     routing = None
     if cache.routing is not None:
         routing = jnp.zeros((len(layers), most, S, cache.routing.shape[-1]), jnp.int32)
@@ -100,19 +104,18 @@ def decode(
         return (i < limits.steps) & ~ended.all() & ((i < limits.patience) | ~(ended & valid).any())
 
     def step(state: Any) -> Any:
-        i, ended, token, context, routing, made = state
+        i, ended, token, added, routing, made = state
         # Else XLA computes cosines anew in every layer.
         cos, sin = lax.optimization_barrier(rotary(c, (positions + i)[:, None]))
-        column = jnp.arange(T + most)
-        visible = old | ((column >= T) & (column <= T + i))
+        visible = jnp.concatenate([old, jnp.broadcast_to(jnp.arange(most) <= i, (S, most))], axis=1)
         x, grown, chosen = model._embed(token[:, None]), [], []
-        for w, (keys, values) in zip(layers, context, strict=True):
+        for w, read, (keys, values) in zip(layers, context, added, strict=True):
             q, k, v = model._project(w, x, cos, sin, compute_dtype, few_rows)
-            k, v = (to_bits(new.reshape(S * K, -1).astype(cache.k.dtype)) for new in (k, v))
-            k = lax.dynamic_update_slice(keys, k[:, :, None], (0, 0, T + i))
-            v = lax.dynamic_update_slice(values, v[:, None], (0, T + i, 0))
+            k, v = (x.reshape(S * K, -1).astype(cache.k.dtype).astype(jnp.float32) for x in (k, v))
+            k = lax.dynamic_update_slice(keys, k[:, :, None], (0, 0, i))
+            v = lax.dynamic_update_slice(values, v[:, None], (0, i, 0))
             grown.append((k, v))
-            attended = _attention(q, from_bits(k), from_bits(v), visible, compute_dtype)
+            attended = _attention(q, (read, (k, v)), visible, compute_dtype)
             x, experts = model._finish(w, x, attended, compute_dtype, product=few_rows)
             chosen.append(experts)
         if routing is not None:
@@ -125,8 +128,8 @@ def decode(
         ended = ended | (token[:, None] == limits.stop).any(1) | (i + 1 >= limits.left)
         return i + 1, ended, token, grown, routing, made
 
-    start = (jnp.zeros((), jnp.int32), ~valid, tokens, context, routing, made)
-    done, _, _, context, routing, made = lax.while_loop(going, step, start)
+    start = (jnp.zeros((), jnp.int32), ~valid, tokens, none, routing, made)
+    done, _, _, added, routing, made = lax.while_loop(going, step, start)
 
     at = positions[:, None] + jnp.arange(most)  # [S, M]
     write = valid[:, None] & (jnp.arange(most) < done) & (at < T)
@@ -134,10 +137,11 @@ def decode(
     page, slot = jnp.where(write, page, 0), jnp.where(write, at % page_size, 0)
 
     def new(x: list[jax.Array]) -> jax.Array:  # [S K, M, h] of each layer -> [N, S, M, K, h]
+        x = [to_bits(y.astype(cache.k.dtype)) for y in x]
         return jnp.moveaxis(jnp.stack(x).reshape(len(layers), S, K, most, c.head_dim), 2, 3)
 
-    k = new([keys[:, :, T:].swapaxes(1, 2) for keys, _ in context])
-    v = new([values[:, T:] for _, values in context])
+    k = new([keys.swapaxes(1, 2) for keys, _ in added])
+    v = new([values for _, values in added])
 
     def put(pages: jax.Array, x: jax.Array) -> jax.Array:
         return from_bits(pages.at[:, page, slot].set(x))
@@ -148,11 +152,18 @@ def decode(
     return *made, done, cache
 
 
-def _attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, dtype: Any) -> jax.Array:
-    """q [S, 1, K, G, h] over keys [S K, h, T] and values [S K, T, h]; visible [S, T] -> as q."""
+def _attention(q: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array]], visible: jax.Array, dtype: Any):
+    """q [S, 1, K, G, h] over keys [S K, h, T] and values [S K, T, h] in two parts; visible [S, T of both] ->
+    as q. What is f32 is multiplied in f32."""
     S, _, K, G, h = q.shape
-    s = dot_batched((q * h**-0.5).reshape(S * K, G, h), keys, (2, 1), dtype)
+    q = (q * h**-0.5).reshape(S * K, G, h)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return dot_batched(a, b, (2, 1), jnp.promote_types(dtype, b.dtype))
+
+    s = jnp.concatenate([product(q, keys) for keys, _ in parts], axis=-1)
     s = jnp.where(visible[:, None, None], s.reshape(S, K, G, -1), MASKED).reshape(s.shape)
     p = jnp.exp(s - s.max(-1, keepdims=True))
-    out = dot_batched(p, values, (2, 1), dtype) / p.sum(-1, keepdims=True)
-    return out.reshape(q.shape)
+    T = parts[0][1].shape[1]
+    out = product(p[..., :T], parts[0][1]) + product(p[..., T:], parts[1][1])
+    return (out / p.sum(-1, keepdims=True)).reshape(S, 1, K, G, h)

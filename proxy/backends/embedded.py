@@ -20,6 +20,7 @@ whether it was a prompt's or sampled, computed alone or with others, or read fro
 
 import atexit
 import functools
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -173,7 +174,10 @@ class EmbeddedBackend(Live):
         # Rows of hidden states: those of the table, then one for each slot that decodes.
         rows = (num_hidden + slots, config.hidden_size)
         self._new_state = jax.jit(
-            lambda: (init_cache(config, num_pages, page_size, self._dtype), jnp.zeros(rows, jnp.float32)),
+            lambda: (
+                jax.tree.map(to_bits, init_cache(config, num_pages, page_size, self._dtype)),
+                jnp.zeros(rows, jnp.float32),
+            ),
             out_shardings=self._everywhere,
         )
         self._state = self._new_state()
@@ -724,13 +728,14 @@ class EmbeddedBackend(Live):
         return self._programs[key]
 
     def _own(self, params: Any) -> Any:
-        """A copy of `params` laid out as the engine's, matrices in its dtype, and one as `decode` wants it,
-        or None. Norms and the embedding stay as they are: they are not operands of matrix products only."""
+        """A copy of `params` laid out as the engine's, matrices in its dtype (bf16 as bits, see `to_bits`),
+        and one as `decode` wants it, or None. Norms and the embedding stay as they are: they are not operands
+        of matrix products only."""
 
         def own(path: Any, x: jax.Array, sharding: Any) -> jax.Array:
             y = jax.device_put(x, sharding, may_alias=False)
             keep = any(word in str(path[-2:]) for word in ("norm", "embed"))
-            return y if keep or y.dtype == self._dtype else y.astype(self._dtype)
+            return y if keep or y.dtype == self._dtype else to_bits(y.astype(self._dtype))
 
         params = jax.block_until_ready(jax.tree_util.tree_map_with_path(own, params, self._shardings))
         return params, jax.block_until_ready(
@@ -740,7 +745,7 @@ class EmbeddedBackend(Live):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _split(graphdef: Any, dtype: Any, params: Any) -> Split:
-    return split(cast(Llama, nnx.merge(graphdef, params)), dtype)
+    return split(cast(Llama, nnx.merge(graphdef, jax.tree.map(from_bits, params))), dtype)
 
 
 def _again(failure: EngineError) -> EngineError:
@@ -755,7 +760,11 @@ def _compiled(kind: str, graphdef: Any, dtype: Any, tree: Any, shapes: tuple[Any
     """A program for arguments of these shapes; engines of one model share it."""
     params, state, *inputs = jax.tree.unflatten(tree, shapes)
     layout = (jax.tree.map(lambda x: x.sharding, state), jax.tree.leaves(inputs)[0].sharding)
-    function = functools.partial(_PROGRAMS[kind], graphdef, dtype)
+
+    def function(weights: Any, state: Any, *inputs: Any) -> Any:
+        state, sampled = _PROGRAMS[kind](graphdef, dtype, *jax.tree.map(from_bits, (weights, state)), *inputs)
+        return jax.tree.map(to_bits, state), sampled
+
     return jax.jit(function, donate_argnums=1, out_shardings=layout).lower(params, state, *inputs).compile()
 
 
@@ -784,14 +793,17 @@ def _decode(graphdef, dtype, weights, state, tokens, positions, pages, limits, h
     """Samples up to `_STEPS` tokens of each sequence; see `metagym.models.decode`."""
     (params, fast), (cache, rows) = weights, state
     model = cast(Llama, nnx.merge(graphdef, params))
+    wide = None
+    if fast is not None:  # a CPU
+        held = 2 * cache.k.shape[0] * pages.size * math.prod(cache.k.shape[2:])
+        wide = jnp.float32 if 4 * held <= _CACHE_CAP else None
     fast = split(model, dtype) if fast is None else fast
 
     def draw(logits: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         return sample(logits, how._replace(step=how.step + step))
 
-    *sampled, cache = decode(
-        model, fast, cache, tokens, positions, pages, limits, draw, most=_STEPS, compute_dtype=dtype
-    )
+    types = {"most": _STEPS, "compute_dtype": dtype, "context_dtype": wide}
+    *sampled, cache = decode(model, fast, cache, tokens, positions, pages, limits, draw, **types)
     return (cache, rows), tuple(sampled)
 
 
