@@ -27,7 +27,6 @@ ROWS = (
     Row("scale_qwen25_72b", "v5p:4x4x8", 51, ("mesh.fsdp=8", "batch.rows=8")),
     Row("scale_qwen25_72b", "v5p:4x4x4", 61, ("mesh.fsdp=4", "batch.rows=4")),
     Row("scale_qwen3_30b", "v5p:4x4x4", 95),
-    Row("swe_harness", "v5p:4x4x4", 95),
 )
 
 
