@@ -1,5 +1,6 @@
 """Training and evaluation through foreign harnesses, with one that is a few lines and a tiny random model."""
 
+import itertools
 import json
 
 import pytest
@@ -23,13 +24,15 @@ def ask(talk, tools):
 schema = {"type": "object", "properties": {"command": {"type": "string"}}}
 tools = [{"type": "function", "function": {"name": "bash", "parameters": schema}}]
 said = ask([{"role": "user", "content": sys.argv[1]}], tools)
+if sys.argv[2] == "crash":
+    os.kill(os.getpid(), 11)
 for call in said.get("tool_calls") or []:
     subprocess.run(json.loads(call["function"]["arguments"])["command"], shell=True)
 if sys.argv[2] == "title":
     ask([{"role": "user", "content": "A title."}], [])
 print("worked")
 """
-CONFIG = """
+TRAINED = """
 from metagym.experiments.config import base, evaluation
 
 CALL = '<tool_call>\\n{"name": "bash", "arguments": {"command": "case \\''
@@ -58,10 +61,13 @@ def get_config():
     config.batch.length = 1024
     config.engine.slots = 4
     config.record_traces = True
+"""
+CONFIG = f"""{TRAINED}
     config.evaluate.held_out = evaluation(episodes=2)
-    config.evaluate.titled = evaluation(episodes=2, agent={"args": {"name": "fake-title", "suffix": REST}})
+    titled = {{"name": "fake-title", "suffix": REST}}
+    config.evaluate.titled = evaluation(episodes=2, agent={{"args": titled}})
     config.evaluate.native = evaluation(
-        episodes=2, agent={"kind": "swe", "args": {"action": "{reply}"}, "prefix": "", "max_turns": 1}
+        episodes=2, agent={{"kind": "swe", "args": {{"action": "{{reply}}"}}, "prefix": "", "max_turns": 1}}
     )
     return config
 """
@@ -87,6 +93,34 @@ def config(tmp_path_factory):
         patch.setitem(harnesses.HARNESSES, fake.name, fake)
     yield folder / "small.py"
     patch.undo()
+
+
+def test_a_harness_that_crashes_is_played_again(config, monkeypatch):
+    """Two of eight die of a signal after a reply: eight good episodes, and nothing of the two is trained."""
+    started = itertools.count()
+    flaky = Harness(
+        "fake-flaky",
+        ("fake==2",),
+        "npm",
+        lambda start: words("python3", f"{start.home}/program.py", start.task,
+                            "crash" if next(started) in (2, 5) else "plain"),
+        lambda start: {"URL": start.url, "KEY": start.key},
+        lambda start: {"program.py": PROGRAM},
+    )  # fmt: skip
+    flaky.folder.mkdir()
+    (flaky.folder / ".installed").touch()
+    monkeypatch.setitem(harnesses.HARNESSES, flaky.name, flaky)
+    plain = config.with_name("flaky.py")
+    plain.write_text(TRAINED.replace("fake-plain", "fake-flaky") + "    return config\n")
+    workdir = config.parent / "flaky"
+    assert cli.main(["train", f"--config={plain}", f"--workdir={workdir}", "--config.steps=1"]) == 0
+    played = lines(workdir / "episodes" / "000001.jsonl")
+    assert sorted(e["stop"] for e in played) == ["infra"] * 2 + ["submitted"] * 8
+    assert all("signal 11" in e["error"] for e in played if e["stop"] == "infra")
+    good = [e["id"].partition(".")[0] for e in played if e["stop"] == "submitted"]
+    assert len(set(good)) == 8, "no member of a group is there twice"
+    (step,) = (line for line in lines(workdir / "metrics.jsonl") if "sampler/max" in line)
+    assert step["tokens/sampled"] == 8
 
 
 @pytest.fixture(scope="module")
